@@ -1,0 +1,226 @@
+"""What holds between arguments: what excludes what, what follows from what.
+
+:func:`resolve` gets all arguments after their own checks and returns them with every ``None`` that has a meaning
+replaced by it. The names of hivemind's keywords are written out here so that arguments can be checked where hivemind
+cannot be imported; a test compares them with the installed hivemind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_hivemind.argument_checks import refusal
+
+_KNOWN = "leave it away: the strategy knows it"
+#: keywords of hivemind's averagers that a user may set through ``averager_opts``
+AVERAGER_KEYWORDS = frozenset(
+    {
+        "averaging_alpha",
+        "allow_state_sharing",
+        "bandwidth",
+        "declare_state_period",
+        "initial_group_bits",
+        "min_group_size",
+        "min_vector_size",
+        "part_size_bytes",
+        "reducer_timeout",
+        "request_timeout",
+        "sender_timeout",
+        "target_group_size",
+    }
+)
+#: keywords of hivemind's averagers that the strategy sets -> what to use instead
+AVERAGER_OWNED: Mapping[str, str] = {
+    "accumulate_grads_on": _KNOWN,
+    "allreduce_timeout": "use the argument allreduce_timeout",
+    "auxiliary": "use the argument auxiliary",
+    "average_opt_statistics": "use the argument average_opt_statistics",
+    "averaged_grads": _KNOWN,
+    "averaged_tensors": _KNOWN,
+    "client_mode": "use the argument client_mode",
+    "compression": "use the arguments grad_compression and state_averaging_compression",
+    "custom_gradients": _KNOWN,
+    "daemon": _KNOWN,
+    "delta_rule_averaging": "use the arguments use_local_updates and delay_state_averaging",
+    "dht": _KNOWN,
+    "extra_tensors": "use the argument extra_tensors",
+    "initialize_optimizer": _KNOWN,
+    "min_matchmaking_time": "use the argument matchmaking_time",
+    "next_chunk_timeout": "use the argument next_chunk_timeout",
+    "offload_optimizer": "use the argument offload_optimizer",
+    "optimizer": _KNOWN,
+    "parameter_names": _KNOWN,
+    "parameters": _KNOWN,
+    "params": _KNOWN,
+    "performance_ema_alpha": "use the argument performance_ema_alpha",
+    "prefix": "use the argument run_id",
+    "reuse_grad_buffers": "use the argument reuse_grad_buffers",
+    "reuse_tensors": _KNOWN,
+    "scheduler": "use the argument scheduler_fn",
+    "shutdown_timeout": "use the argument shutdown_timeout",
+    "start": _KNOWN,
+    "state_compression": "use the argument load_state_compression",
+    "status_loglevel": "use the argument verbose",
+    "sync_epoch_when_averaging": _KNOWN,
+    "tensor_infos": _KNOWN,
+    "warn": _KNOWN,
+}
+#: keywords of hivemind's progress tracker that a user may set through ``tracker_opts``
+TRACKER_KEYWORDS = frozenset(
+    {
+        "default_refresh_period",
+        "expected_drift_peers",
+        "expected_drift_rate",
+        "max_refresh_period",
+        "metadata_expiration",
+        "min_refresh_period",
+        "private_key",
+    }
+)
+#: keywords of hivemind's progress tracker that the strategy sets -> what to use instead
+TRACKER_OWNED: Mapping[str, str] = {
+    "client_mode": "use the argument client_mode",
+    "daemon": _KNOWN,
+    "dht": _KNOWN,
+    "performance_ema_alpha": "use the argument performance_ema_alpha",
+    "prefix": "use the argument run_id",
+    "start": _KNOWN,
+    "status_loglevel": "use the argument verbose",
+    "target_batch_size": "use the argument target_batch_size",
+}
+#: arguments of hivemind.Optimizer that the strategy sets itself -> what to use instead
+OPTIMIZER_OWNED: Mapping[str, str] = {
+    "dht": "leave it away and read strategy.dht; initial_peers, host_maddrs and the like configure it",
+    "optimizer": "return the optimizer from configure_optimizers",
+    "params": "return the optimizer from configure_optimizers",
+    "scheduler": "use the argument scheduler_fn, or return the scheduler from configure_optimizers",
+    "batch_size_per_step": "use the argument batch_size",
+}
+
+Values = dict[str, Any]
+
+
+def resolve(values: Mapping[str, Any], peers_from: str) -> Values:
+    """All rules, in order. ``peers_from`` names where ``initial_peers`` came from (argument or environment)."""
+    resolved = dict(values)
+    for rule in _RULES:
+        rule(resolved)
+    _network(resolved, peers_from)
+    return resolved
+
+
+def _delays(values: Values) -> None:
+    """delay_grad_averaging -> delay_optimizer_step -> delay_state_averaging and offload_optimizer."""
+    if values["delay_grad_averaging"]:
+        if values["delay_optimizer_step"] is False:
+            wrong = "delay_grad_averaging=True needs the optimizer step in the background"
+            raise refusal("delay_optimizer_step", False, wrong, "leave delay_optimizer_step away or set it to True")
+        values["delay_optimizer_step"] = True
+    step = values["delay_optimizer_step"] = bool(values["delay_optimizer_step"])
+    if step and not values["delay_state_averaging"]:
+        wrong = "a delayed optimizer step needs the state averaging in the background, too"
+        raise refusal("delay_state_averaging", False, wrong, "set delay_state_averaging=True")
+    if step and values["offload_optimizer"] is False:
+        wrong = "a delayed optimizer step works on a copy of the parameters in host memory"
+        raise refusal("offload_optimizer", False, wrong, "leave offload_optimizer away or set it to True")
+
+
+def _local_updates(values: Values) -> None:
+    """Every peer steps with its own gradients: nothing about averaged gradients can have a meaning."""
+    if not values["use_local_updates"]:
+        return
+    fix = "leave it away, or set use_local_updates=False"
+    for name in ("reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer"):
+        if values[name]:
+            raise refusal(name, True, _LOCAL_UPDATES_EXCLUDE[name], fix)
+    for name in ("grad_averager_factory", "grad_compression"):
+        if values[name] is not None:
+            raise refusal(name, values[name], "with use_local_updates=True gradients are not averaged", fix)
+
+
+# The last two: hivemind 1.1.12 fills the gradients of an offloaded optimizer from its gradient averager only
+# (custom_gradients=offload_optimizer), which local updates do not have: it would step without gradients.
+_LOCAL_UPDATES_EXCLUDE = {
+    "reuse_grad_buffers": "with use_local_updates=True gradients are not accumulated",
+    "delay_grad_averaging": "with use_local_updates=True gradients are not averaged",
+    "delay_optimizer_step": "with use_local_updates=True an optimizer in host memory never gets the gradients",
+    "offload_optimizer": "with use_local_updates=True an optimizer in host memory never gets the gradients",
+}
+
+
+def _offload(values: Values) -> None:
+    delayed = values["delay_state_averaging"] or values["delay_optimizer_step"]
+    if values["offload_optimizer"] is None:
+        values["offload_optimizer"] = delayed and not values["use_local_updates"]
+
+
+def _scheduler(values: Values) -> None:
+    given = values["scheduler_fn"]
+    recreated = values["offload_optimizer"] or values["delay_optimizer_step"]
+    if recreated and isinstance(given, LRScheduler):
+        cause = "a delay" if values["delay_state_averaging"] else "offload_optimizer=True"
+        wrong = f"{cause} re-creates the optimizer, and a ready scheduler belongs to another one"
+        fix = f"give what makes it: functools.partial({type(given).__name__}, ...)"
+        raise refusal("scheduler_fn", given, wrong, fix)
+
+
+def _auxiliary(values: Values) -> None:
+    """An auxiliary peer helps to average and trains nothing."""
+    if not values["auxiliary"]:
+        return
+    fix = "leave it away on this peer"
+    if values["client_mode"]:
+        wrong = "an auxiliary peer (auxiliary=True) must be reachable, a client is not"
+        raise refusal("client_mode", True, wrong, "set client_mode=False or auxiliary=False")
+    if values["batch_size"] is not None:
+        raise refusal("batch_size", values["batch_size"], "an auxiliary peer (auxiliary=True) has no batches", fix)
+    if values["reuse_grad_buffers"]:
+        raise refusal("reuse_grad_buffers", True, "an auxiliary peer (auxiliary=True) has no gradients", fix)
+    for name in ("delay_grad_averaging", "delay_optimizer_step", "delay_state_averaging"):
+        if values[name]:
+            raise refusal(name, True, "an auxiliary peer (auxiliary=True) has no training to overlap", fix)
+
+
+def _timeouts(values: Values) -> None:
+    matchmaking, averaging = values["matchmaking_time"], values["averaging_timeout"]
+    if averaging <= matchmaking:
+        wrong = f"is not above matchmaking_time={matchmaking}: every round would end before its group is complete"
+        fix = f"raise averaging_timeout, to {6 * matchmaking:g} say, or lower matchmaking_time"
+        raise refusal("averaging_timeout", averaging, wrong, fix)
+    if values["allreduce_timeout"] is None:
+        values["allreduce_timeout"] = averaging
+    elif values["allreduce_timeout"] > averaging:
+        wrong = f"is above averaging_timeout={averaging}, which ends the round before"
+        raise refusal("allreduce_timeout", values["allreduce_timeout"], wrong, "lower it, or raise averaging_timeout")
+    if values["next_chunk_timeout"] is None:
+        values["next_chunk_timeout"] = matchmaking
+
+
+def _network(values: Values, peers_from: str) -> None:
+    values["client_mode"] = bool(values["client_mode"])
+    peers = values["initial_peers"]
+    if values["use_ipfs"] and peers:
+        wrong = "use_ipfs=True finds the other peers through IPFS instead"
+        raise refusal(peers_from, list(peers), wrong, f"leave {peers_from} away, or set use_ipfs=False")
+    if values["client_mode"]:
+        if not peers and not values["use_ipfs"]:
+            wrong = "a client can only join, and there are no initial peers"
+            raise refusal("client_mode", True, wrong, "give initial_peers (or set INITIAL_PEERS)")
+        if values["announce_maddrs"]:
+            wrong = "a client (client_mode=True) accepts no connections, so it has no address to announce"
+            raise refusal("announce_maddrs", list(values["announce_maddrs"]), wrong, "leave it away")
+        if values["averager_opts"].get("allow_state_sharing"):
+            wrong = "a client (client_mode=True) accepts no connections, so nobody can download its state"
+            raise refusal("averager_opts", dict(values["averager_opts"]), wrong, "leave allow_state_sharing away")
+    if values["use_auto_relay"] and not values["use_relay"]:
+        raise refusal("use_auto_relay", True, "needs relays, and use_relay=False forbids them", "set use_relay=True")
+    if values["trusted_relays"] and not values["use_auto_relay"]:
+        wrong = "relays are only looked for with use_auto_relay=True"
+        raise refusal("trusted_relays", list(values["trusted_relays"]), wrong, "set use_auto_relay=True")
+
+
+# In this order: offload is resolved before the scheduler, whose rule depends on it.
+_RULES: tuple[Callable[[Values], None], ...] = (_local_updates, _delays, _offload, _scheduler, _auxiliary, _timeouts)

@@ -1,0 +1,297 @@
+# ruff: noqa: RUF009 - _argument() is dataclasses.field()
+"""Every argument of the strategy once: default, meaning, and when to turn it.
+
+This is the only file that reads the environment; an argument goes before the environment, which goes before the
+default. :meth:`Arguments.create` is the way in. Checks of one value are in ``argument_checks``, the rules between
+values in ``argument_rules``; both run whenever an :class:`Arguments` is made, so there is no unchecked one.
+
+Environment:
+    INITIAL_PEERS: comma-separated multiaddresses of peers to join through (``PL_INITIAL_PEERS``: its older name).
+    LIGHTNING_HIVEMIND_EVENTS: file to which every event is appended as one line of JSON; ``{pid}`` in it becomes the
+        process id.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_hivemind import argument_checks as check
+from lightning_hivemind import argument_rules as rules
+
+if TYPE_CHECKING:
+    from lightning_hivemind.network.settings import NetworkSettings
+
+ENGINES = ("hivemind",)
+PEERS_VARIABLE = "INITIAL_PEERS"
+OLDER_PEERS_VARIABLE = "PL_INITIAL_PEERS"
+EVENTS_VARIABLE = "LIGHTNING_HIVEMIND_EVENTS"
+
+
+def _argument(default: Any, checked_by: check.Check) -> Any:
+    return field(default=default, metadata={"check": checked_by})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """All settings of one peer, checked and resolved: no ``None`` is left where it only meant "decide for me"."""
+
+    # -- what is trained together -------------------------------------------------------------------------------------
+    target_batch_size: int = field(metadata={"check": check.whole_number})
+    """Samples that the whole swarm accumulates before one global step; equal on all peers. Raise it if most of the time
+    goes into averaging, lower it if the loss falls too slowly per sample."""
+
+    run_id: str = _argument("lightning_run", check.run_name)
+    """Name of the run and prefix of all its keys in the DHT. Peers with the same name must train the same model."""
+
+    batch_size: int | None = _argument(None, check.optional(check.whole_number))
+    """Samples per batch and process. Give it only if the batch is of a type whose size cannot be seen."""
+
+    engine: str = _argument("hivemind", check.one_of(*ENGINES))
+    """What averages. ``"hivemind"`` talks to every other script that uses ``hivemind.Optimizer``."""
+
+    # -- what runs in the background ----------------------------------------------------------------------------------
+    delay_state_averaging: bool = _argument(False, check.flag)
+    """Average parameters and extra tensors while training goes on. Set it if steps wait for the state averaging;
+    unset it if the peers' parameters drift apart."""
+
+    delay_optimizer_step: bool = _argument(None, check.optional(check.flag))
+    """Step in the background; the result is applied at a later batch. Needs ``delay_state_averaging``; offloads. Set it
+    if the optimizer's own step takes long. ``None``: as ``delay_grad_averaging``."""
+
+    delay_grad_averaging: bool = _argument(False, check.flag)
+    """Average gradients in the background, too: no waiting at all, one global step of staleness. Needs
+    ``delay_state_averaging``; sets ``delay_optimizer_step``. Unset it if the loss falls clearly slower per step."""
+
+    offload_optimizer: bool = _argument(None, check.optional(check.flag))
+    """Keep the optimizer's state, and step, in host memory. Set it if the accelerator runs out of memory. ``None``:
+    only with a delay."""
+
+    reuse_grad_buffers: bool = _argument(False, check.flag)
+    """Accumulate in ``param.grad`` itself, without a second buffer; ``zero_grad`` of the module does nothing while
+    training. Set it if memory is short and nothing else in your code clears gradients."""
+
+    scheduler_fn: LRScheduler | Callable[..., Any] | None = _argument(None, check.optional(check.scheduler))
+    """``callable(optimizer) -> LRScheduler``, or a ready scheduler where the optimizer is not re-created (see
+    :attr:`recreates_optimizer`). It advances once per global step."""
+
+    use_local_updates: bool = _argument(False, check.flag)
+    """Step at every batch with this peer's own gradients and average parameters only. Set it if the network is too slow
+    for averaging gradients; unset it if the peers' losses drift apart."""
+
+    auxiliary: bool = _argument(False, check.flag)
+    """This peer only helps the others to average (it has a good network and no accelerator) and trains nothing."""
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+    matchmaking_time: float = _argument(5.0, check.positive)
+    """Seconds that a group waits for peers. Raise it if more than a quarter of the rounds miss peers that are alive;
+    lower it, down to 1 in a fast network, if steps wait for it."""
+
+    averaging_timeout: float = _argument(30.0, check.positive)
+    """Seconds after which a hanging round is given up. Raise it if more than a quarter of the rounds time out though no
+    peer left; lower it if one lost peer holds up the others for too long."""
+
+    allreduce_timeout: float = _argument(None, check.optional(check.positive))
+    """Seconds for one attempt at exchanging data within a round. Lower it to leave time for a second attempt. ``None``:
+    ``averaging_timeout``."""
+
+    next_chunk_timeout: float = _argument(None, check.optional(check.positive))
+    """Seconds that a peer may be silent within a round before it is left out. Raise it if slow peers are left out.
+    ``None``: ``matchmaking_time``."""
+
+    load_state_timeout: float = _argument(600.0, check.positive)
+    """Seconds for downloading the swarm's state. Raise it if a late joiner with a slow network never gets through."""
+
+    average_state_every: int = _argument(1, check.whole_number)
+    """Average the state at every n-th global step. Raise it to save traffic, lower it if parameters drift apart."""
+
+    averager_opts: Mapping[str, Any] = _argument(None, check.options(rules.AVERAGER_KEYWORDS, rules.AVERAGER_OWNED))
+    """More keywords for both averagers, of gradients and of state; such as ``{"target_group_size": 4}``."""
+
+    tracker_opts: Mapping[str, Any] = _argument(None, check.options(rules.TRACKER_KEYWORDS, rules.TRACKER_OWNED))
+    """More keywords for what reports progress; lower ``max_refresh_period`` if peers notice the target late."""
+
+    performance_ema_alpha: float = _argument(0.1, check.fraction)
+    """Weight of the newest sample in the moving averages of speed. Raise it if the speed of peers changes quickly."""
+
+    shutdown_timeout: float = _argument(5.0, check.positive)
+    """Seconds that leaving the swarm may take before what is left is killed."""
+
+    verbose: bool = _argument(False, check.flag)
+    """Log internal events, too."""
+
+    # -- what is sent, and how --------------------------------------------------------------------------------------
+    grad_compression: Any = _argument(None, check.optional(check.codec))
+    """Codec of gradients; ``None`` sends them as they are. Give a coarser one if rounds are limited by bandwidth."""
+
+    state_averaging_compression: Any = _argument(None, check.optional(check.codec))
+    """Codec of parameters, statistics and extra tensors when they are averaged. Losses here stay in the parameters."""
+
+    load_state_compression: Any = _argument(None, check.optional(check.codec))
+    """Codec of the state that a late joiner downloads from this peer."""
+
+    grad_averager_factory: Callable[..., Any] | None = _argument(None, check.optional(check.factory))
+    """Makes the averager of gradients; such as ``partial(PowerSGDGradientAverager, averager_rank=32)``."""
+
+    average_opt_statistics: tuple[str, ...] = _argument((), check.texts)
+    """Names of entries of the optimizer's state that are averaged, too; such as ``("exp_avg_sq",)``."""
+
+    extra_tensors: tuple[torch.Tensor, ...] = _argument((), check.tensors)
+    """More tensors to average with the state and to hand to late joiners; BatchNorm's statistics, say."""
+
+    # -- network ------------------------------------------------------------------------------------------------------
+    initial_peers: tuple[str, ...] = _argument((), check.addresses)
+    """Multiaddresses of peers to join through: a list, or one text with commas. Not given: from the environment. Empty:
+    this peer starts a new swarm."""
+
+    host_maddrs: tuple[str, ...] | None = _argument(None, check.optional(check.addresses))
+    """Multiaddresses to listen on. Give it to fix the port, for a firewall say; ``None`` lets the network choose."""
+
+    announce_maddrs: tuple[str, ...] = _argument((), check.addresses)
+    """Multiaddresses under which others reach this peer, if they differ from where it listens (NAT, containers)."""
+
+    identity_path: str | None = _argument(None, check.optional(check.file_path))
+    """File with this peer's key, made if it is not there: the peer id, and so its address, survive a restart."""
+
+    client_mode: bool = _argument(None, check.optional(check.flag))
+    """Accept no incoming connections. Set it behind a firewall that cannot be opened. ``None``: no."""
+
+    use_relay: bool = _argument(True, check.flag)
+    """Reach peers behind NAT through relays."""
+
+    use_auto_relay: bool = _argument(False, check.flag)
+    """Look for a relay to be reached through. Set it if this peer is behind NAT and others cannot reach it."""
+
+    trusted_relays: tuple[str, ...] = _argument((), check.addresses)
+    """Use these relays only. Needs ``use_auto_relay``."""
+
+    use_ipfs: bool = _argument(False, check.flag)
+    """Find the first peers through the public IPFS network instead of ``initial_peers``."""
+
+    wait_timeout: float = _argument(3.0, check.positive)
+    """Seconds that one DHT request may take. Raise it if peers in a slow network do not see one another."""
+
+    bootstrap_timeout: float | None = _argument(None, check.optional(check.positive))
+    """Seconds that initial peers have to answer. ``None``: as ``wait_timeout``."""
+
+    startup_timeout: float = _argument(120.0, check.positive)
+    """Seconds that the libp2p daemon has to start. Raise it on a very slow or crowded machine."""
+
+    # -- how it came about --------------------------------------------------------------------------------------------
+    given: frozenset[str] = frozenset()
+    """Names of the arguments that the caller gave with another value than the default."""
+
+    events_file: str | None = None
+    """Where the environment wants events to be written; see :attr:`events_path`."""
+
+    peers_from: str = "initial_peers"
+    """Where ``initial_peers`` came from: the argument, or the name of the variable."""
+
+    def __post_init__(self) -> None:
+        values = {
+            one.name: one.metadata["check"](one.name, getattr(self, one.name))
+            for one in fields(self)
+            if "check" in one.metadata
+        }
+        for name, value in rules.resolve(values, self.peers_from).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def create(cls, target_batch_size: int, *, environ: Mapping[str, str] | None = None, **arguments: Any) -> Arguments:
+        """Check everything that a user gave and fill in the rest.
+
+        Args:
+            target_batch_size: see the field.
+            environ: read instead of ``os.environ``.
+            arguments: the other fields by name. A default that is passed on explicitly counts as not given.
+
+        Raises:
+            ArgumentError: an unknown name, an impossible value, or two that exclude one another.
+        """
+        environ = os.environ if environ is None else environ
+        defaults = {one.name: one.default for one in fields(cls) if "check" in one.metadata}
+        _refuse_unknown(arguments, defaults)
+        given = frozenset(name for name, value in arguments.items() if not _is_default(value, defaults[name]))
+        peers_from = "initial_peers"
+        if arguments.get("initial_peers") is None:
+            arguments["initial_peers"], peers_from = _peers_from_environment(environ)
+        return cls(
+            target_batch_size=target_batch_size,
+            given=given,
+            events_file=environ.get(EVENTS_VARIABLE) or None,
+            peers_from=peers_from,
+            **arguments,
+        )
+
+    @property
+    def recreates_optimizer(self) -> bool:
+        """Whether the engine makes an optimizer of its own, so that a scheduler must come from ``scheduler_fn``."""
+        return self.offload_optimizer or self.delay_optimizer_step
+
+    @property
+    def events_path(self) -> Path | None:
+        """File for events as JSON lines, for the process that asks; ``None`` if the environment names none."""
+        return None if self.events_file is None else Path(self.events_file.replace("{pid}", str(os.getpid())))
+
+    def network_settings(self) -> NetworkSettings:
+        """The part of these arguments that the network needs. Imports hivemind's network code."""
+        from lightning_hivemind.network.settings import NetworkSettings
+
+        return NetworkSettings(
+            run_id=self.run_id,
+            initial_peers=self.initial_peers,
+            host_maddrs=self.host_maddrs,
+            announce_maddrs=self.announce_maddrs,
+            identity_path=self.identity_path,
+            client_mode=self.client_mode,
+            use_relay=self.use_relay,
+            use_auto_relay=self.use_auto_relay,
+            use_ipfs=self.use_ipfs,
+            trusted_relays=self.trusted_relays,
+            wait_timeout=self.wait_timeout,
+            bootstrap_timeout=self.bootstrap_timeout,
+            startup_timeout=self.startup_timeout,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry plain dicts: a read-only view cannot be pickled."""
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, MappingProxyType(value) if isinstance(value, dict) else value)
+
+
+def _refuse_unknown(names: Mapping[str, Any], legal: Mapping[str, Any]) -> None:
+    for name, value in names.items():
+        if name in rules.OPTIMIZER_OWNED:
+            raise check.refusal(name, value, "is set by the strategy", rules.OPTIMIZER_OWNED[name])
+        if name not in legal:
+            fix = f"{check.closest(name, legal)}legal are {', '.join(sorted(legal))}"
+            raise check.refusal(name, value, "is not an argument", fix)
+
+
+def _is_default(value: object, default: object) -> bool:
+    return value is None or (isinstance(value, (bool, int, float, str, tuple)) and value == default)
+
+
+def _peers_from_environment(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The text, and the name of what it came from."""
+    newer, older = environ.get(PEERS_VARIABLE, ""), environ.get(OLDER_PEERS_VARIABLE, "")
+    if newer and older and newer != older:
+        warnings.warn(
+            f"{PEERS_VARIABLE} and {OLDER_PEERS_VARIABLE} are both set and differ: using {PEERS_VARIABLE}={newer}; "
+            f"unset {OLDER_PEERS_VARIABLE}",
+            stacklevel=4,
+        )
+    if newer:
+        return newer, PEERS_VARIABLE
+    return (older, OLDER_PEERS_VARIABLE) if older else ("", "initial_peers")
