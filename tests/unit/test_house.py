@@ -1,0 +1,169 @@
+"""The rules of the house that a tool can check: who may import whom, sizes, names, one version."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_hivemind
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "lightning_hivemind"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Rooms from the bottom up; a room imports from itself and from rows below it, and rooms of one row not from each other.
+ROWS = [
+    {"_version"},
+    {"errors"},
+    {"events"},
+    {"arguments"},
+    {"codecs", "network"},
+    {"engine"},
+    {"training", "peer", "optim"},
+    {"strategy"},
+    {"cli", "monitor", "simulation"},
+]
+HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}
+FACADE = "__init__"  # the package itself: exports everybody's names, so nobody may import it
+FOREIGN = ("hivemind", "lightning", "pytorch_lightning")
+MAX_LINES = 400
+
+
+def room_of(path: Path) -> str:
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Absolute dotted names; a name taken from the package itself (`from lightning_hivemind import x`) counts as x."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute, so that the rooms stay visible"
+            if node.module == "lightning_hivemind":
+                yield from (f"lightning_hivemind.{alias.name}" for alias in node.names)
+            else:
+                yield node.module or ""
+
+
+def violations(path: Path, source: str) -> list[str]:
+    own = room_of(path)
+    found = []
+    for name in imported_modules(ast.parse(source)):
+        if name.split(".")[0] != "lightning_hivemind":
+            continue
+        other = name.split(".")[1] if "." in name else FACADE
+        allowed = other == own or (other in HEIGHT and HEIGHT[other] < HEIGHT[own])
+        if not allowed:
+            found.append(f"{own} imports {name}")
+    return found
+
+
+def test_every_room_is_in_the_plan() -> None:
+    unknown = {room_of(path) for path in SOURCES} - set(HEIGHT) - {FACADE}
+    assert not unknown, f"give {sorted(unknown)} a row in ROWS (and in ARCHITECTURE.md)"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in SOURCES if room_of(p) != FACADE], ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_imports_point_downwards(path: Path) -> None:
+    assert violations(path, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from lightning_hivemind.strategy import HivemindStrategy",
+        "import lightning_hivemind.network.daemon",
+        "from lightning_hivemind import strategy",
+        "from lightning_hivemind import HivemindStrategy",
+        "def f():\n    from lightning_hivemind.training import samples",
+    ],
+)
+def test_an_import_that_points_upwards_or_sideways_is_found(line: str) -> None:
+    assert violations(PACKAGE / "codecs" / "some.py", line)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_are_short_enough_to_be_read_at_once(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    names = lightning_hivemind.__all__
+    assert list(names) == sorted(set(names))
+    missing = [name for name in names if getattr(lightning_hivemind, name, None) is None]
+    assert not missing
+
+
+def test_importing_the_package_loads_neither_hivemind_nor_a_lightning() -> None:
+    code = f"import sys, lightning_hivemind; print([n for n in {FOREIGN!r} if n in sys.modules])"
+    assert run_python(code) == "[]"
+
+
+def test_the_package_imports_where_hivemind_does_not() -> None:
+    code = (
+        "import sys; sys.modules['hivemind'] = None; import lightning_hivemind; print(lightning_hivemind.__version__)"
+    )
+    assert run_python(code) == lightning_hivemind.__version__
+
+
+def test_the_version_is_stated_once() -> None:
+    version = lightning_hivemind.__version__
+    assert importlib.import_module("lightning_hivemind._version").__version__ == version
+    stated = [p for p in SOURCES if re.search(r"^__version__\s*=", p.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert stated == [PACKAGE / "_version.py"]
+    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_make_test_runs_every_folder_that_holds_tests() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    folders = {f"tests/{p.relative_to(ROOT / 'tests').parts[0]}" for p in (ROOT / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"tests/\w+", next(line for line in makefile.splitlines() if "-m pytest" in line)))
+    assert folders <= named
+
+
+# What leaks from a developer's machine into a file: home folders, scratch folders, private networks' names.
+PRIVATE = re.compile(
+    r"/home/\w+/|/Users/\w+/|/root/|/work/|/tmp/exp\b|[\w-]+\.(?:internal|corp|intranet)\b|https?://[^\s/]*@",
+)
+
+
+def tracked_text_files() -> Iterator[tuple[str, str]]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    for name in filter(None, listing.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and path != Path(__file__).resolve():
+            yield name, path.read_text(encoding="utf-8", errors="ignore")
+
+
+def test_no_committed_file_names_a_private_place() -> None:
+    found = [f"{name}: {match[0]}" for name, text in tracked_text_files() for match in PRIVATE.finditer(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["/home/ada/run", "http://build.corp/x", "https://u:secret@host/", "/Users/ada/x"])
+def test_a_private_place_is_recognised(text: str) -> None:
+    assert PRIVATE.search(text)
+
+
+def run_python(code: str) -> str:
+    """stdout of a fresh interpreter that finds the package where this one did."""
+
+    paths = [str(Path(lightning_hivemind.__file__).parents[1])]
+    script = f"import sys; sys.path[:0] = {paths!r}; {code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
