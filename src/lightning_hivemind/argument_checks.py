@@ -12,7 +12,7 @@ import numbers
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -122,19 +122,12 @@ def texts(name: str, value: object) -> tuple[str, ...]:
 
 def addresses(name: str, value: object) -> tuple[str, ...]:
     """Multiaddresses as texts: a comma-separated text, or a list of texts or of objects that print as one."""
-    if isinstance(value, str):
-        parts: Sequence[object] = value.split(",")
-    elif isinstance(value, Iterable) and not isinstance(value, (bytes, Mapping)):
-        parts = tuple(value)
-    else:
+    from lightning_hivemind.network.addresses import normalise_initial_peers
+
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
         fix = "give a list of multiaddresses, or one text with commas between them"
         raise refusal(name, value, f"a {type(value).__name__} is not a list of addresses", fix)
-    found = [text for part in parts if (text := str(part).strip())]
-    for text in found:
-        if not text.startswith("/"):
-            fix = "give multiaddresses, such as '/ip4/203.0.113.5/tcp/31337'"
-            raise refusal(name, value, f"{text!r} is not a multiaddress, which starts with '/'", fix)
-    return tuple(dict.fromkeys(found))
+    return normalise_initial_peers(value)
 
 
 def tensors(name: str, value: object) -> tuple[torch.Tensor, ...]:

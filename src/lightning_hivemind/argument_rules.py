@@ -109,6 +109,7 @@ def resolve(values: Mapping[str, Any], peers_from: str) -> Values:
     for rule in _RULES:
         rule(resolved)
     _network(resolved, peers_from)
+    _addresses(resolved, peers_from)
     return resolved
 
 
@@ -197,6 +198,16 @@ def _timeouts(values: Values) -> None:
         raise refusal("allreduce_timeout", values["allreduce_timeout"], wrong, "lower it, or raise averaging_timeout")
     if values["next_chunk_timeout"] is None:
         values["next_chunk_timeout"] = matchmaking
+
+
+def _addresses(values: Values, peers_from: str) -> None:
+    """Each address can work where it stands; raises AddressError otherwise."""
+    from lightning_hivemind.network.addresses import check_announced, check_listened, check_peers
+
+    check_peers(peers_from, values["initial_peers"])
+    check_peers("trusted_relays", values["trusted_relays"])
+    check_listened("host_maddrs", values["host_maddrs"] or ())
+    check_announced("announce_maddrs", values["announce_maddrs"])
 
 
 def _network(values: Values, peers_from: str) -> None:

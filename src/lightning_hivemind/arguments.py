@@ -215,6 +215,7 @@ class Arguments:
 
         Raises:
             ArgumentError: an unknown name, an impossible value, or two that exclude one another.
+            AddressError: an address that is no multiaddress, or that cannot work where it stands.
         """
         environ = os.environ if environ is None else environ
         defaults = {one.name: one.default for one in fields(cls) if "check" in one.metadata}
