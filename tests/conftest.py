@@ -1,0 +1,55 @@
+"""What all tests share: one thread per process, the swarm harness, and every peer's output under a failed test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere: several peers share this machine's cores.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
+# The harness is imported as ``swarm.harness``, by the tests and by the peers that it starts.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from swarm.harness import Swarm, Zygotes  # noqa: E402 - needs the path above
+
+ENGINES = ["hivemind"]
+_SWARM = pytest.StashKey[Swarm]()
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """Every swarm test runs once per engine."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def zygotes() -> Iterator[Zygotes]:
+    """Processes that have torch and Lightning imported already, and fork the peers."""
+    pool = Zygotes()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def swarm(
+    request: pytest.FixtureRequest, zygotes: Zygotes, engine: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Swarm]:
+    """A fresh swarm; afterwards every process is gone, and a peer that ended by itself has left nothing behind."""
+    one = Swarm(zygotes, engine=engine, folder=tmp_path_factory.mktemp("swarm"))
+    request.node.stash[_SWARM] = one
+    yield one
+    one.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    one = item.stash.get(_SWARM, None)
+    if report.failed and one is not None:
+        report.sections.extend(one.report())
+    return report

@@ -1,0 +1,156 @@
+"""The models and the data of the swarm tests; built over whichever Lightning package the peer uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset
+
+FEATURES = 8
+DATA_SEED = 1234
+
+
+class Numbered(Dataset[dict[str, Tensor]]):
+    """Regression data that is the same in every process; each sample carries its index."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(DATA_SEED)
+        self.x = torch.randn(samples, FEATURES, generator=generator)
+        teacher = torch.randn(FEATURES, 1, generator=generator)
+        self.y = torch.sin(self.x @ teacher) + 0.1 * torch.randn(samples, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index], "index": torch.tensor(index)}
+
+    def rows(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """One batch of these samples, in this order."""
+        chosen = torch.tensor(list(indices))
+        return {"x": self.x[chosen], "y": self.y[chosen], "index": chosen}
+
+
+class Order(torch.utils.data.Sampler[int]):
+    """All samples once per pass, in an order that ``seed`` and the pass decide (``None``: as they lie)."""
+
+    def __init__(self, samples: int, seed: int | None) -> None:
+        self.samples, self.seed, self.passes = samples, seed, 0
+
+    def __iter__(self) -> Any:
+        if self.seed is None:
+            return iter(range(self.samples))
+        self.passes += 1
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.passes)
+        return iter(torch.randperm(self.samples, generator=generator).tolist())
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+def make_loader(samples: int, batch_size: int, order_seed: int | None) -> DataLoader[dict[str, Tensor]]:
+    return DataLoader(Numbered(samples), batch_size=batch_size, sampler=Order(samples, order_seed))
+
+
+def make_net(width: int = 16, norm: bool = False, seed: int = 0, half: bool = False) -> nn.Sequential:
+    """The network; equal for equal ``seed``. ``norm`` adds BatchNorm: buffers that no gradient reaches."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = [nn.Linear(FEATURES, width)]
+        layers += [nn.BatchNorm1d(width)] if norm else []
+        return nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
+    if name == "momentum":
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, name: str) -> Any:
+    if name == "exponential":
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    if name == "plateau":
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    raise ValueError(name)
+
+
+def make_model(pl: ModuleType, **options: Any) -> Any:
+    """A LightningModule of the given package.
+
+    Options: ``width``, ``norm``, ``seed`` (the network); ``optimizer``, ``lr``, ``scheduler``, ``interval``;
+    ``optimizers`` (how many); ``nan_at``, ``inf_at``, ``raise_at`` (batch numbers of this process), ``scale_loss``;
+    ``monitor`` (metric logged by validation, with a script of values); ``swarm_metric``; ``own_zero_grad``.
+    """
+
+    class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.options = options
+            keys = ("width", "norm", "seed")
+            self.net = make_net(**{k: options[k] for k in keys if k in options})
+            self.batches_seen = 0
+            self.before_batch: Any = lambda batch: None
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x)
+            return out
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            number, self.batches_seen = self.batches_seen, self.batches_seen + 1
+            self.before_batch(batch)
+            if number in options.get("raise_at", ()):
+                raise RuntimeError(f"induced failure in batch {number}")
+            loss = mse_loss(self.net(batch["x"]), batch["y"].to(self.net(batch["x"]).dtype))
+            if number in options.get("nan_at", ()):
+                loss = loss * float("nan")
+            if number in options.get("inf_at", ()):
+                loss = loss * 1e38 * 1e38
+            loss = loss * options.get("scale_loss", 1.0)
+            self.log("train_loss", loss, prog_bar=False)
+            self.last_loss = loss.detach()
+            return loss
+
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            values = options.get("monitor_values")
+            value = mse_loss(self.net(batch["x"]), batch["y"])
+            if values:  # a metric that the test decides, by the number of committed steps
+                value = torch.tensor(float(values[min(self.trainer.global_step, len(values) - 1)]))
+            self.log("val_loss", value)
+
+        def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            self.log("test_loss", mse_loss(self.net(batch["x"]), batch["y"]))
+
+        def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            out: Tensor = self.net(batch["x"])
+            return out
+
+        def configure_optimizers(self) -> Any:
+            name, lr = options.get("optimizer", "sgd"), options.get("lr", 0.05)
+            optimizers = [make_optimizer(self.net.parameters(), name, lr) for _ in range(options.get("optimizers", 1))]
+            if len(optimizers) > 1:
+                return optimizers
+            if "scheduler" not in options:
+                return optimizers[0]
+            scheduler = make_scheduler(optimizers[0], options["scheduler"])
+            settings = {"scheduler": scheduler, "interval": options.get("interval", "step"), "monitor": "val_loss"}
+            return {"optimizer": optimizers[0], "lr_scheduler": settings}
+
+    class WithOwnZeroGrad(Regression):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+    return (WithOwnZeroGrad if options.get("own_zero_grad") else Regression)()
+
+
+def pause(seconds: float) -> None:
+    """Stand in for a slower device."""
+    time.sleep(seconds)

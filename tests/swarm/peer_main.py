@@ -1,0 +1,264 @@
+"""What runs inside the processes of a swarm test: an ordinary Lightning script, and the records that it leaves."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from swarm.models import make_loader, make_model, pause
+from swarm.spec import PeerSpec
+
+HOLD_S = 120.0
+
+
+def main(folder: str) -> None:
+    """Entry of every peer: load the spec and run its scenario."""
+    spec = PeerSpec.load(Path(folder) / "spec.json")
+    torch.set_num_threads(1)
+    module, _, function = spec.scenario.partition(":")
+    run = getattr(importlib.import_module(module), function)
+    try:
+        run(spec)
+    except BaseException as error:
+        Recorder(spec).write("raised", kind=type(error).__name__, text=str(error), trace=traceback.format_exc())
+        raise
+
+
+class Recorder:
+    """Appends records to the file that the harness reads."""
+
+    def __init__(self, spec: PeerSpec) -> None:
+        self._file = open(Path(spec.folder) / "records.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._lock = threading.Lock()
+
+    def write(self, event: str, **fields: Any) -> None:
+        with self._lock:
+            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}, default=str) + "\n")
+
+
+class Ledger:
+    """Which samples are in which step, read off the order of the events (they come in the training thread)."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.pending: list[list[int]] = []
+        self.lost: list[list[int]] = []
+        self.of_epoch: dict[int, tuple[list[list[int]], list[list[int]]]] = {}
+        self.adopted: set[int] = set()
+
+    def take(self, indices: list[int]) -> None:
+        self.pending.append(indices)
+
+    def on_event(self, event: Any) -> None:
+        values = event.as_dict()
+        self._recorder.write(values.pop("event"), **{**values, "thread": threading.current_thread().name})
+        kind = type(event).__name__
+        if kind == "EpochCommitted":
+            self._close(event.epoch)
+        elif kind == "BatchDropped":
+            self.lost.append(self.pending.pop())
+        elif kind == "RoundMissed":
+            self.lost += self.pending
+            self.pending = []
+        elif kind == "StateLoaded":
+            self.adopted.add(event.epoch)
+
+    def _close(self, epoch: int) -> None:
+        self.of_epoch[epoch] = (self.pending, self.lost)
+        self.pending, self.lost = [], []
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """sha256 of all parameters, bit for bit."""
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        found.update(name.encode())
+        found.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def packages(spec: PeerSpec) -> ModuleType:
+    """The Lightning package that this peer's script uses."""
+    if spec.lightning == "both":
+        importlib.import_module("pytorch_lightning")
+    return importlib.import_module(
+        "pytorch_lightning" if spec.lightning == "pytorch_lightning" else "lightning.pytorch"
+    )
+
+
+def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, Any]:
+    """Arguments that are no plain values (codecs, factories, callbacks), written as a user would write them."""
+    names: dict[str, Any] = {"torch": torch, "functools": functools, "partial": functools.partial, "pl": pl}
+    names |= {"spec": spec, "Path": Path}
+    if any("Compression" in text or "Quantization" in text for text in code.values()):
+        compression = importlib.import_module("hivemind.compression")
+        names |= {name: getattr(compression, name) for name in dir(compression) if name[0].isupper()}
+        names["ours"] = importlib.import_module("lightning_hivemind.codecs")
+    if any("PowerSGD" in text for text in code.values()):
+        module = importlib.import_module("hivemind.optim.power_sgd_averager")
+        names["PowerSGDGradientAverager"] = module.PowerSGDGradientAverager
+    return {name: eval(text, names) for name, text in code.items()}
+
+
+def make_strategy(spec: PeerSpec, pl: ModuleType, **more: Any) -> Any:
+    """HivemindStrategy as the spec wants it, with all events recorded."""
+    from lightning_hivemind import HivemindStrategy
+
+    arguments = {"target_batch_size": 32, "engine": spec.engine, **(spec.strategy or {}), **more}
+    return HivemindStrategy(**{**arguments, **evaluate(spec.strategy_code, pl, spec)})
+
+
+def make_trainer(spec: PeerSpec, pl: ModuleType, strategy: Any, recorder: Recorder, ledger: Ledger) -> Any:
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_steps": 5,
+        "default_root_dir": spec.folder,
+    }
+    arguments = {**defaults, **spec.trainer, **evaluate(spec.trainer_code, pl, spec)}
+    recording = make_recording(pl, spec, strategy, recorder, ledger)
+    arguments["callbacks"] = [*arguments.get("callbacks", []), recording]
+    if strategy is not None:
+        arguments["strategy"] = strategy
+    return pl.Trainer(**arguments)
+
+
+def train(spec: PeerSpec) -> None:
+    """The default scenario: fit, and record every step."""
+    fit(spec)
+
+
+def fit(spec: PeerSpec) -> tuple[Any, Any]:
+    """Build everything and fit; returns trainer and model."""
+    pl = packages(spec)
+    recorder = Recorder(spec)
+    ledger = Ledger(recorder)
+    strategy = None
+    if spec.strategy is not None:
+        strategy = make_strategy(spec, pl)
+        strategy.events.subscribe(ledger.on_event)
+    trainer = make_trainer(spec, pl, strategy, recorder, ledger)
+    model = make_model(pl, **spec.model)
+    model.before_batch = BeforeBatch(spec, trainer, strategy, recorder, ledger)
+    loader = make_loader(spec.data_samples, spec.batch_size, spec.order_seed)
+    validation = make_loader(32, 32, None)
+    # weights_only=False: the checkpoints of these tests are our own
+    more = {"weights_only": False} if spec.ckpt_path else {}
+    trainer.fit(model, loader, validation, ckpt_path=spec.ckpt_path, **more)
+    if spec.free.get("save_to"):
+        trainer.save_checkpoint(spec.free["save_to"])
+    recorder.write("finished", **summary(trainer, strategy, model))
+    return trainer, model
+
+
+def summary(trainer: Any, strategy: Any, model: Any) -> dict[str, Any]:
+    epoch = trainer.global_step if strategy is None else strategy.global_epoch
+    return {
+        "global_step": trainer.global_step,
+        "epoch": epoch,
+        "current_epoch": trainer.current_epoch,
+        "digest": digest_of(model),
+        "batches": model.batches_seen,
+        "state": str(trainer.state.status),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+class BeforeBatch:
+    """Called by the model at the start of each training step: barrier, ledger, delay."""
+
+    def __init__(self, spec: PeerSpec, trainer: Any, strategy: Any, recorder: Recorder, ledger: Ledger) -> None:
+        self._spec, self._trainer, self._strategy = spec, trainer, strategy
+        self._recorder, self._ledger = recorder, ledger
+        self._number = 0
+
+    def __call__(self, batch: dict[str, Any]) -> None:
+        spec, number = self._spec, self._number
+        if number == 0 and spec.barrier:
+            self._recorder.write("at_barrier", num_peers=self._strategy.num_peers)
+            wait(lambda: (Path(spec.folder) / "go").exists(), "the test lets this peer go")
+            wait(lambda: self._strategy.num_peers >= spec.min_peers, f"{spec.min_peers} peers are seen")
+        self._number += 1
+        self._ledger.take(batch["index"].tolist())
+        if spec.delay_s and number >= spec.delay_from_batch:
+            pause(spec.delay_s)
+
+
+def wait(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + HOLD_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"after {HOLD_S:.0f} s still not: {what}")
+        time.sleep(0.02)
+
+
+def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Recorder, ledger: Ledger) -> Any:
+    """The callback that writes one record per committed step."""
+
+    class Recording(pl.Callback):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            self.epoch: int | None = None
+
+        def now_at(self, trainer: Any) -> int:
+            return int(trainer.global_step if strategy is None else strategy.global_epoch)
+
+        def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
+            if self.epoch is None:  # where this peer starts: a fresh model, a checkpoint, or the swarm's state
+                self.epoch = self.now_at(trainer)
+                self.write("commit", trainer, model, self.epoch)
+
+        def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            epoch = self.now_at(trainer)
+            if strategy is None and epoch != self.epoch:
+                ledger._close(epoch)
+            if epoch != self.epoch:
+                self.epoch = epoch
+                self.write("commit", trainer, model, epoch)
+                if epoch in spec.hold_at:
+                    recorder.write("holding", epoch=epoch)
+                    wait((Path(spec.folder) / f"release_{epoch}").exists, f"the test releases epoch {epoch}")
+
+        def write(self, event: str, trainer: Any, model: Any, epoch: int) -> None:
+            samples, lost = ledger.of_epoch.get(epoch, ([], []))
+            recorder.write(
+                event,
+                epoch=epoch,
+                digest=digest_of(model),
+                samples=samples,
+                lost=lost,
+                lr=trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0,
+                global_step=trainer.global_step,
+                adopted=epoch in ledger.adopted,
+                loss=float(getattr(model, "last_loss", float("nan"))),
+            )
+
+        def on_validation_end(self, trainer: Any, model: Any) -> None:
+            if not trainer.sanity_checking:
+                recorder.write(
+                    "validated", epoch=self.now_at(trainer), global_step=trainer.global_step, batch=model.batches_seen,
+                    digest=digest_of(model),
+                )  # fmt: skip
+
+        def on_exception(self, trainer: Any, model: Any, exception: BaseException) -> None:
+            recorder.write("exception", kind=type(exception).__name__, text=str(exception))
+
+    return Recording()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
