@@ -1,0 +1,1 @@
+"""What averages: the seam (:mod:`.base`) and the engines behind it."""

@@ -1,0 +1,119 @@
+"""The seam between a peer's training and whatever averages it with other peers.
+
+An engine owns one peer's part in a swarm: it takes gradients of micro-batches, decides with the other peers when the
+swarm has ``target_batch_size`` samples, averages, steps the optimizer once, and keeps the peer at the swarm's epoch.
+The strategy above it never sees a socket; the engine never sees a Trainer.
+
+Threads: all methods are called from the training thread. Every method returns within its stated deadline or raises
+:class:`~lightning_hivemind.errors.EngineStuckError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What one call of :meth:`Engine.step` changed.
+
+    ``epoch`` is the number of global steps that are in the parameters or, in the delayed modes, under way;
+    ``committed`` says that it grew by a step of ours, ``adopted`` that the swarm's state was loaded instead.
+    """
+
+    epoch: int
+    committed: bool
+    adopted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerTraining:
+    """What the engine is given to train; built by the strategy once Lightning has made the optimizer.
+
+    Attributes:
+        optimizer: the user's optimizer over the model's own parameters.
+        rebuild_optimizer: ``callable(param_groups) -> optimizer`` where the engine must own it (offload, delays).
+        make_scheduler: ``callable(optimizer) -> None``, called once with the optimizer that really steps.
+        advance_schedulers: ``callable(epoch)``, called right after every optimizer step and after a state download,
+            from the thread that stepped.
+        before_optimizer_step: ``callable(optimizer)``, called once per global step with the averaged gradients in
+            place: hooks and gradient clipping.
+        extra_tensors: tensors averaged besides the parameters (BatchNorm statistics, say).
+        schema: one line per parameter, name, shape and dtype: equal on all peers of a run.
+        should_abort: asked while waiting; true means that this process is being stopped.
+    """
+
+    optimizer: torch.optim.Optimizer
+    rebuild_optimizer: Callable[[Sequence[Mapping[str, Any]]], torch.optim.Optimizer] | None
+    make_scheduler: Callable[[torch.optim.Optimizer], None]
+    advance_schedulers: Callable[[int], None]
+    before_optimizer_step: Callable[[torch.optim.Optimizer], None]
+    extra_tensors: Sequence[torch.Tensor]
+    schema: Sequence[str]
+    should_abort: Callable[[], bool]
+
+
+class Engine(Protocol):
+    """What every engine promises; ``tests/swarm`` runs the same checks over each."""
+
+    #: the optimizer that really steps (the user's, or the re-created one)
+    optimizer: torch.optim.Optimizer
+
+    def start(self) -> None:
+        """Bring up averagers; after it, other peers can see this one. Raises SchemaMismatchError."""
+
+    def synchronise(self) -> StepOutcome:
+        """Before the first batch: take the swarm's state if there is one that is worth taking."""
+
+    def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
+        """Count one micro-batch whose gradients lie in ``param.grad``, and do whatever is due.
+
+        Args:
+            batch_samples: samples in it; 0 counts nothing but still lets the peer take part (auxiliary peers).
+            gradient_scale: what the gradients in reused buffers are still multiplied by (the loss scale).
+        """
+
+    def discard(self) -> int:
+        """Forget this epoch's accumulated gradients (they are not finite); returns the samples that were lost."""
+
+    def batch_weight(self, batch_samples: int) -> float:
+        """What to multiply a batch's mean loss by before the backward pass: not 1.0 only in reused buffers."""
+
+    @property
+    def epoch(self) -> int:
+        """Committed global steps."""
+
+    @property
+    def num_peers(self) -> int:
+        """Peers of this run that are known to be alive, this one included."""
+
+    @property
+    def local_samples(self) -> int:
+        """Samples that this peer has accumulated since its last commit."""
+
+    @property
+    def swarm_samples(self) -> int:
+        """Samples that the swarm is known to have accumulated for the current epoch."""
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+        """Continue from a checkpoint: the optimizer's state dict, and the epoch that it belongs to."""
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the whole run to stop; carried to the others by the next commits."""
+
+    @property
+    def stop_epoch(self) -> int | None:
+        """The epoch after whose commit every peer stops, once some peer asked for it."""
+
+    def swarm_mean(self, name: str, value: float, samples: int) -> float:
+        """Publish a metric of this peer; returns the mean over the peers' latest values, weighted by samples."""
+
+    def flush(self) -> None:
+        """Wait for delayed work and apply it: parameters are those of ``epoch`` afterwards (checkpoints, validation)."""
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Leave the swarm and stop everything; safe to call twice. Takes at most ``timeout_s``."""

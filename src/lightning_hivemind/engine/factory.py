@@ -1,0 +1,19 @@
+"""The engines by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.base import Engine, PeerTraining
+from lightning_hivemind.events import EventBus
+
+if TYPE_CHECKING:
+    from lightning_hivemind.network.daemon import PeerNetwork
+
+
+def make_engine(arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> Engine:
+    """The engine that ``arguments.engine`` names, not started yet."""
+    from lightning_hivemind.engine.stock import StockEngine  # imports hivemind
+
+    return StockEngine(arguments, network, training, events)

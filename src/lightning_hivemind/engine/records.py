@@ -1,0 +1,99 @@
+"""What peers of this package tell each other besides gradients: their model's schema, their role, their metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.errors import SchemaMismatchError
+from lightning_hivemind.network.daemon import PeerNetwork
+from lightning_hivemind.network.records import PeerRecords
+
+LOOK_S = 5.0
+PRINTS = 4  # hexadecimal digits per tensor: enough to say which one differs
+MAX_METRICS = 100
+
+
+class SwarmRecords:
+    """This peer's record in the DHT, and what the others' records say. Stock peers have none."""
+
+    def __init__(self, arguments: Arguments, network: PeerNetwork, schema: Sequence[str]) -> None:
+        self._a, self._schema = arguments, list(schema)
+        self._records = PeerRecords(network.dht, arguments.run_id, network.peer_id)
+        self._metrics: dict[str, list[float]] = {}
+
+    def check_schema(self) -> None:
+        """Compare with the live peers, then publish.
+
+        Raises:
+            SchemaMismatchError: another peer trains another model, or accumulates to another target.
+        """
+        self._records.refresh(LOOK_S)
+        mine = self._own_schema()
+        for peer, record in self._records.read().items():
+            theirs = record.get("schema")
+            if isinstance(theirs, dict):
+                self._compare(peer, mine, theirs)
+        self._records.publish(schema=mine, role="auxiliary" if self._a.auxiliary else "trainer")
+
+    @property
+    def auxiliaries(self) -> list[str]:
+        """Other live peers that only help to average."""
+        return [peer for peer, record in self._records.read().items() if record.get("role") == "auxiliary"]
+
+    def mean(self, name: str, value: float, samples: int) -> float:
+        """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples."""
+        if name not in self._metrics and len(self._metrics) >= MAX_METRICS:
+            raise ValueError(f"swarm_mean: more than {MAX_METRICS} names; name={name!r} is one too many")
+        self._metrics[name] = [float(value), float(samples)]
+        self._records.publish(metrics=dict(self._metrics))
+        pairs = [(float(value), float(samples))]
+        for record in self._records.read().values():
+            pairs.extend(_metric(record, name))
+        weight = sum(samples for _, samples in pairs)
+        return sum(v * s for v, s in pairs) / weight if weight > 0 else float(value)
+
+    def close(self) -> None:
+        self._records.close()
+
+    def _own_schema(self) -> dict[str, Any]:
+        prints = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
+        digest = hashlib.sha256("\n".join(self._schema).encode()).hexdigest()[:32]
+        return {"digest": digest, "prints": "".join(prints), "target": self._a.target_batch_size}
+
+    def _compare(self, peer: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+        if theirs.get("target") != mine["target"]:
+            raise SchemaMismatchError(
+                f"run_id={self._a.run_id!r}: peer {peer} accumulates to target_batch_size={theirs.get('target')},"
+                f" this one to {mine['target']}. Give all peers the same, or this run another run_id."
+            )
+        if theirs.get("digest") == mine["digest"]:
+            return
+        raise SchemaMismatchError(
+            f"run_id={self._a.run_id!r}: peer {peer} trains another model. {self._difference(theirs)}"
+            " All peers of a run must train the same model; give this one another run_id."
+        )
+
+    def _difference(self, theirs: dict[str, Any]) -> str:
+        text = theirs.get("prints")
+        if not isinstance(text, str):
+            return "Its description could not be read."
+        others = [text[i : i + PRINTS] for i in range(0, len(text), PRINTS)]
+        own = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
+        for line, left, right in zip(self._schema, own, others):
+            if left != right:
+                return f"The first parameter that differs is {line} (here); it has {len(others)} tensors, we {len(own)}."
+        return f"It has {len(others)} trained tensors, this one has {len(own)}."
+
+
+def _metric(record: dict[str, Any], name: str) -> list[tuple[float, float]]:
+    metrics = record.get("metrics")
+    pair = metrics.get(name) if isinstance(metrics, dict) else None
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        return []
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in pair) or pair[1] <= 0:
+        return []
+    return [(float(pair[0]), float(pair[1]))]

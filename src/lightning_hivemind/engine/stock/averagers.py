@@ -1,0 +1,152 @@
+"""hivemind's two averagers with the guarantees that they lack.
+
+Both run as forked processes of their own. What is added here: they die with the trainer, they leave the trainer's
+SIGINT alone, they report which share of the values really arrived, and their group size follows the swarm, so that a
+group closes as soon as everybody is there instead of at ``matchmaking_time``.
+
+The classes keep hivemind's *names*, because hivemind makes its RPC handles from them: a peer without this package must
+be able to call ours. Hence :func:`checked`, which derives from whatever averager class the user chose.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.state_averager import TrainingStateAverager
+
+from lightning_hivemind.network.lifetime import settle_child
+
+DONOR_WAIT_S = 10.0
+
+
+class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind has no types
+    """Mixin over any hivemind averager: see the module."""
+
+    _received: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._received = mp.Value("d", 1.0)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def received_fraction(self) -> float:
+        """Share of the values of the last round that arrived: what others reduced for us, and what they sent us."""
+        return float(self._received.value)
+
+    def resize_group(self, size: int) -> None:
+        """From now on a group closes as soon as it has ``size`` peers (it still closes at ``matchmaking_time``)."""
+        self._outer_pipe.send(("_resize_group", [size], {}))
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        # hivemind's own ignores SIGINT in the *trainer* here; the child does it for itself, in ``settle_child``
+        self.start()
+        if await_ready:
+            self.wait_until_ready(timeout)
+
+    def run(self) -> None:
+        settle_child(self._parent_pid)
+        super().run()
+
+    def ask_to_shut_down(self) -> None:
+        """The polite half of ``shutdown``, without waiting: the caller joins, then terminates, then kills."""
+        self._outer_pipe.send(("_shutdown", [1.0], {}))
+        self._inner_pipe.send(("_SHUTDOWN", None))
+
+    async def _resize_group(self, size: int) -> None:
+        self._matchmaking.target_group_size = size
+
+    async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
+        self._received.value = 1.0
+        return await super()._aggregate_with_group(*args, **kwargs)
+
+    async def _run_allreduce_inplace_(
+        self, tensors: Sequence[torch.Tensor], group_info: Any, group_id: bytes | None = None, **kwargs: Any
+    ) -> None:
+        runner_future = self._running_groups[group_info.group_id if group_id is None else group_id]
+        await super()._run_allreduce_inplace_(tensors, group_info, group_id=group_id, **kwargs)
+        self._received.value = min(self._received.value, received_share(runner_future.result()))
+
+
+def received_share(runner: Any) -> float:
+    """Share of values in one all-reduce that were neither replaced by local ones nor missing from a sender."""
+    results, inputs = runner.tensor_part_container, runner.tensor_part_reducer
+    share = 1.0 - results.failed_size / max(results.total_size, 1)
+    expected = inputs.num_parts * inputs.num_senders
+    if expected:
+        share = min(share, sum(inputs.num_parts_received) / expected)
+    return float(share)
+
+
+class SampleWeighted(GradientAverager):  # type: ignore[misc]
+    """Mixin over a gradient averager: its local gradient is the mean over *samples*, and survives a failed round.
+
+    hivemind divides by the number of micro-batches, which is wrong when the last one is smaller, and clears its
+    accumulators before the round, so that "proceeding with local gradients" steps with zeros.
+    """
+
+    #: gradients in reused buffers are still multiplied by this (GradScaler); 1.0 when unscaled before accumulation
+    loss_scale: float = 1.0
+
+    @torch.no_grad()
+    def load_accumulators_into_averager_(self) -> None:
+        samples = self.local_samples_accumulated
+        scale = self._anchor_batch_size / samples / self.loss_scale if samples else 0.0
+        with self.get_tensors() as averaged:
+            for accumulated, target in zip(self._grad_accumulators(), averaged):
+                target.copy_(accumulated, non_blocking=False)
+                if scale != 1.0:
+                    target.mul_(scale)
+
+    def batch_weight(self, batch_samples: int) -> float:
+        """What to multiply a batch's mean loss by, so that reused ``.grad`` buffers sum up in samples."""
+        if not self.reuse_grad_buffers or self._anchor_batch_size is None:
+            return 1.0
+        return batch_samples / float(self._anchor_batch_size)
+
+
+class TrainingState(TrainingStateAverager):  # type: ignore[misc]
+    """Mixin over the state averager: schedulers by the epoch, and a state that is whole when a joiner asks for it."""
+
+    def __init__(self, *args: Any, advance_schedulers: Callable[[int], None], **kwargs: Any) -> None:
+        self._advance_schedulers = advance_schedulers
+        #: held while parameters and epoch change, so that a joiner never downloads half a step
+        self.lock_commit = threading.RLock()
+        super().__init__(*args, **kwargs)
+
+    def _update_scheduler(self) -> None:
+        self._advance_schedulers(self.local_epoch)
+
+    def get_current_state(self) -> Any:
+        whole = self.lock_commit.acquire(timeout=DONOR_WAIT_S)
+        try:
+            return super().get_current_state()
+        finally:
+            if whole:
+                self.lock_commit.release()
+
+    def download(self, timeout_s: float) -> tuple[dict[str, Any], Sequence[torch.Tensor]] | None:
+        """Fetch another peer's (metadata, tensors) without installing anything; None if nobody shares a state."""
+        result: tuple[dict[str, Any], Sequence[torch.Tensor]] | None
+        result = DecentralizedAverager.load_state_from_peers(self, timeout=timeout_s)
+        return result
+
+
+@lru_cache(maxsize=None)
+def _derive(name: str, bases: tuple[type, ...]) -> type:
+    return type(name, bases, {"__module__": bases[-1].__module__})
+
+
+def checked(averager: Any) -> Any:
+    """``averager`` (a hivemind averager class, or a ``functools.partial`` of one) with this module's mixins."""
+    if isinstance(averager, partial):
+        return partial(checked(averager.func), *averager.args, **averager.keywords)
+    mixin = TrainingState if issubclass(averager, TrainingStateAverager) else SampleWeighted
+    # "TrainingState" must come before its stock base; its name on the wire stays the stock one
+    return _derive(averager.__name__, (CheckedRounds, mixin, averager))

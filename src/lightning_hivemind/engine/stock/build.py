@@ -1,0 +1,135 @@
+"""Builds hivemind's tracker and averagers with the settings that make steps as short as hivemind can make them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hivemind
+import torch
+from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.state_averager import TrainingStateAverager
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.codecs import NoCompression
+from lightning_hivemind.codecs.mapping import map_codec
+from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.stock.averagers import checked
+from lightning_hivemind.engine.stock.state import prime_optimizer_state
+from lightning_hivemind.engine.stock.tracker import ExactTracker
+
+REQUEST_TIMEOUT_S = 3.0  # hivemind's own; it must stay below matchmaking_time, or followers and leaders deadlock
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """hivemind's pieces of one peer. ``grads`` is None with ``use_local_updates``."""
+
+    tracker: ExactTracker
+    state: Any
+    grads: Any | None
+
+
+def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Parts:
+    """Start the tracker's thread and the averagers' processes; must be called from the main thread (it forks)."""
+    tracker = ExactTracker(
+        dht,
+        arguments.run_id,
+        arguments.target_batch_size,
+        client_mode=arguments.client_mode,
+        performance_ema_alpha=arguments.performance_ema_alpha,
+        status_loglevel=_loglevel(arguments),
+        start=True,
+        # how late the last samples of others are noticed; hivemind's 0.5 s is half a step of a small model
+        **{"min_refresh_period": min(0.5, arguments.matchmaking_time / 10), **(arguments.tracker_opts or {})},
+    )
+    state = _build_state(arguments, dht, training, share_state=share_state)
+    grads = None if arguments.use_local_updates else _build_grads(arguments, dht, state)
+    return Parts(tracker=tracker, state=state, grads=grads)
+
+
+def _build_state(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Any:
+    if training.rebuild_optimizer is not None:
+        groups: Any = [dict(group) for group in training.optimizer.param_groups]
+        optimizer: Any = _primed(training.rebuild_optimizer) if arguments.average_opt_statistics else (
+            training.rebuild_optimizer
+        )
+    else:
+        groups, optimizer = None, training.optimizer
+        if arguments.average_opt_statistics:
+            prime_optimizer_state(optimizer)
+    return checked(TrainingStateAverager)(
+        dht=dht,
+        prefix=f"{arguments.run_id}_state_averager",
+        optimizer=optimizer,
+        params=groups,
+        initialize_optimizer=False,
+        offload_optimizer=arguments.offload_optimizer,
+        custom_gradients=arguments.offload_optimizer,
+        delta_rule_averaging=arguments.use_local_updates and arguments.delay_state_averaging,
+        compression=_codec(arguments.state_averaging_compression),
+        state_compression=_codec(arguments.load_state_compression),
+        average_opt_statistics=arguments.average_opt_statistics,
+        extra_tensors=training.extra_tensors,
+        performance_ema_alpha=arguments.performance_ema_alpha,
+        status_loglevel=_loglevel(arguments),
+        advance_schedulers=training.advance_schedulers,
+        allow_state_sharing=share_state and not arguments.client_mode and not arguments.auxiliary,
+        **_common(arguments),
+    )
+
+
+def _build_grads(arguments: Arguments, dht: hivemind.DHT, state: Any) -> Any:
+    grads = checked(arguments.grad_averager_factory or GradientAverager)(
+        dht=dht,
+        prefix=f"{arguments.run_id}_grad_averager",
+        parameters=state.main_parameters,
+        reuse_grad_buffers=arguments.reuse_grad_buffers,
+        compression=_codec(arguments.grad_compression),
+        warn=False,
+        **_common(arguments),
+    )
+    if arguments.offload_optimizer:  # the host optimizer steps on the averaged gradients where they lie
+        with grads.get_tensors() as averaged:
+            for parameter, gradient in zip(optimizer_parameters(state.optimizer), averaged):
+                parameter.grad = gradient
+    return grads
+
+
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, group by group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _common(arguments: Arguments) -> dict[str, Any]:
+    chunk_timeout = arguments.next_chunk_timeout
+    return {
+        "client_mode": arguments.client_mode,
+        "auxiliary": arguments.auxiliary,
+        "min_matchmaking_time": arguments.matchmaking_time,
+        "request_timeout": min(REQUEST_TIMEOUT_S, arguments.matchmaking_time / 2),
+        "allreduce_timeout": arguments.allreduce_timeout or arguments.averaging_timeout,
+        "next_chunk_timeout": chunk_timeout if chunk_timeout is not None else arguments.matchmaking_time,
+        "shutdown_timeout": arguments.shutdown_timeout,
+        "start": True,
+        **(arguments.averager_opts or {}),
+    }
+
+
+def _codec(codec: Any) -> Any:
+    return NoCompression() if codec is None else map_codec(codec)
+
+
+def _loglevel(arguments: Arguments) -> int:
+    return logging.INFO if arguments.verbose else logging.DEBUG
+
+
+def _primed(rebuild: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    def make(groups: Any) -> torch.optim.Optimizer:
+        optimizer = rebuild(groups)
+        prime_optimizer_state(optimizer)
+        return optimizer
+
+    return make

@@ -1,0 +1,303 @@
+"""One peer of a hivemind swarm: accumulate, average, step; built on hivemind's averagers, trusting none of them.
+
+What hivemind's own ``Optimizer`` does in one class is split here: :mod:`.tracker` says when an epoch is due,
+:mod:`.session` runs its rounds, :mod:`.state` takes over a state, and this class decides what to do next. It speaks
+hivemind's wire protocol under hivemind's names, so stock peers average with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.base import PeerTraining, StepOutcome
+from lightning_hivemind.engine.records import SwarmRecords
+from lightning_hivemind.engine.stock.build import Parts, build_parts
+from lightning_hivemind.engine.stock.session import Missed, Session
+from lightning_hivemind.engine.worker import Worker
+from lightning_hivemind.errors import StateError
+from lightning_hivemind.events import (
+    BatchAccumulated,
+    EpochCommitted,
+    EventBus,
+    PeersChanged,
+    PeerStopped,
+    RoundMissed,
+    RoundStarted,
+    StateLoaded,
+    StateUnavailable,
+    StopRequested,
+    SwarmReady,
+)
+from lightning_hivemind.network.daemon import PeerNetwork
+
+ADOPT_ATTEMPTS = 10
+ADOPT_PAUSE_S = 1.0
+IDLE_S = 0.2  # how long an auxiliary peer sleeps between two looks at the swarm
+
+
+class StockEngine:
+    """See the module and :class:`~lightning_hivemind.engine.base.Engine`."""
+
+    def __init__(self, arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> None:
+        self._a, self._network, self._training, self._events = arguments, network, training, events
+        self._worker = Worker("lightning-hivemind-rounds", events, training.should_abort)
+        self._parts: Parts | None = None
+        self._session: Session | None = None
+        self._records: SwarmRecords | None = None
+        self._restored_epoch = 0
+        self._num_peers = 1
+        self._stop_epoch: int | None = None
+        self._failed_adoptions = 0
+        self.optimizer = training.optimizer
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        self._records = SwarmRecords(self._a, self._network, self._training.schema)
+        self._records.check_schema()
+        joins = bool(self._a.initial_peers)
+        self._parts = parts = build_parts(self._a, self._network.dht, self._training, share_state=not joins)
+        self.optimizer = parts.state.optimizer
+        self._training.make_scheduler(self.optimizer)
+        self._session = Session(self._a, parts, self._records, self._training, self._events)
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+        parts = self._require_parts()
+        self.optimizer.load_state_dict(dict(optimizer_state))
+        self._restored_epoch = epoch
+        with parts.tracker.pause_updates(), parts.state.lock_commit:
+            parts.state.local_epoch = epoch
+            self._require_session().load_local_parameters()
+            parts.tracker.update_epoch(epoch)
+        self._share(epoch)
+
+    def synchronise(self) -> StepOutcome:
+        parts = self._require_parts()
+        joins = bool(self._a.initial_peers)
+        with parts.tracker.pause_updates():
+            parts.tracker.refresh(self._a.averaging_timeout)
+        adopted = False
+        if self._a.auxiliary:
+            self._require_session().follow()
+        elif parts.tracker.global_epoch > self.epoch or (joins and self.epoch == 0):
+            adopted = self._adopt(required=parts.tracker.global_epoch > self.epoch)
+        if not self._a.client_mode and not self._a.auxiliary:
+            parts.state.allow_state_sharing = True
+        self._count_peers()
+        self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self._num_peers))
+        return StepOutcome(epoch=self.epoch, committed=False, adopted=adopted)
+
+    def flush(self) -> None:
+        if self._session is not None:
+            session = self._session
+            self._worker.call(
+                session.finish_background, what="delayed work", limit_s=self._limit_s, cancel=session.cancel
+            )
+
+    def shutdown(self, timeout_s: float) -> None:
+        start = time.monotonic()
+        if self._session is None and self._parts is None:
+            return
+        if self._session is not None:
+            self._session.close(timeout_s)
+        if self._records is not None:
+            self._records.close()
+        self._worker.close()
+        self._restored_epoch = self.epoch
+        self._session, self._parts, self._records = None, None, None
+        self._events.emit(PeerStopped(epoch=self.epoch, duration_s=time.monotonic() - start))
+
+    # ------------------------------------------------------------------ step
+
+    def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
+        session, parts = self._require_session(), self._require_parts()
+        self._count_peers()
+        session.apply_finished()
+        if self._behind() > session.tolerated_lag:
+            return self._catch_up()
+        if self._a.auxiliary:
+            self._idle_until_due()
+        elif parts.grads is not None:
+            session.accumulate(batch_samples, gradient_scale)
+        else:
+            session.local_update(batch_samples)
+        if not self._a.auxiliary:
+            self._report_batch(batch_samples)
+        if not parts.tracker.ready_to_update_epoch:
+            return StepOutcome(epoch=self.epoch, committed=False, adopted=False)
+        return self._commit()
+
+    def discard(self) -> int:
+        return self._require_session().discard()
+
+    def _commit(self) -> StepOutcome:
+        session = self._require_session()
+        epoch, samples, start = self.epoch, self.local_samples, time.monotonic()
+        self._events.emit(RoundStarted(epoch=epoch, samples=samples))
+        try:
+            result = self._worker.call(
+                session.commit, what=f"the round of epoch {epoch}", limit_s=self._limit_s, cancel=session.cancel
+            )
+        except Missed:
+            return self._catch_up()
+        self._share(self.epoch)
+        self._events.emit(
+            EpochCommitted(
+                epoch=self.epoch,
+                samples=samples,
+                contributors=result.contributors,
+                fraction=result.fraction,
+                duration_s=time.monotonic() - start,
+            )
+        )
+        if result.stop_requested:
+            self._agree_to_stop(self.epoch)
+        return StepOutcome(epoch=self.epoch, committed=True, adopted=False)
+
+    def _idle_until_due(self) -> None:
+        deadline = time.monotonic() + 5 * IDLE_S
+        tracker = self._require_parts().tracker
+        while not tracker.ready_to_update_epoch and time.monotonic() < deadline and not self._training.should_abort():
+            time.sleep(IDLE_S)
+
+    def _report_batch(self, batch_samples: int) -> None:
+        self._events.emit(
+            BatchAccumulated(
+                epoch=self.epoch,
+                batch_samples=batch_samples,
+                local_samples=self.local_samples,
+                swarm_samples=self.swarm_samples,
+                target_batch_size=self._a.target_batch_size,
+                num_peers=self._num_peers,
+            )
+        )
+
+    # ------------------------------------------------------------------ falling behind
+
+    def _behind(self) -> int:
+        return int(self._require_parts().tracker.global_epoch) - self.epoch
+
+    def _catch_up(self) -> StepOutcome:
+        """The swarm committed without this peer: drop what was accumulated for the old epoch, take its state."""
+        if self._a.auxiliary:
+            self._require_session().follow()
+            return StepOutcome(epoch=self.epoch, committed=False, adopted=True)
+        self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=self.local_samples))
+        adopted = self._adopt(required=True)
+        return StepOutcome(epoch=self.epoch, committed=False, adopted=adopted)
+
+    def _adopt(self, *, required: bool) -> bool:
+        session, start = self._require_session(), time.monotonic()
+        try:
+            found = self._worker.call(
+                session.adopt,
+                what="the download of the swarm's state",
+                limit_s=self._load_limit_s,
+                cancel=session.cancel,
+            )
+            reason = "no peer shares its state"
+        except StateError as error:
+            if self._failed_adoptions + 1 >= ADOPT_ATTEMPTS:
+                raise
+            found, reason = False, str(error)
+        if found:
+            self._failed_adoptions = 0
+            self._share(self.epoch)
+            self._events.emit(StateLoaded(epoch=self.epoch, duration_s=time.monotonic() - start))
+        elif required:
+            self._failed_adoptions += 1
+            if self._failed_adoptions >= ADOPT_ATTEMPTS:
+                raise StateError(
+                    f"this peer is at epoch {self.epoch}, the swarm at {self.epoch + self._behind()}, and"
+                    f" {ADOPT_ATTEMPTS} attempts to download the swarm's state failed: {reason}."
+                    " At least one peer that trains must be reachable (not in client_mode). Nothing was changed here."
+                )
+            self._events.emit(StateUnavailable(epoch=self.epoch, reason=reason, action="trying again"))
+            time.sleep(ADOPT_PAUSE_S)
+        return found
+
+    def _share(self, epoch: int) -> None:
+        """Tell joiners that this state is as good as its epoch."""
+        parts = self._require_parts()
+        if not self._a.client_mode:
+            parts.state.state_sharing_priority = epoch
+            if parts.grads is not None:
+                parts.grads.state_sharing_priority = epoch
+
+    # ------------------------------------------------------------------ the swarm
+
+    def request_stop(self, reason: str) -> None:
+        if self._stop_epoch is None and self._num_peers == 1:
+            self._agree_to_stop(self.epoch, by_this_peer=True)
+        else:
+            self._require_session().stop_wanted = True
+
+    def _agree_to_stop(self, epoch: int, *, by_this_peer: bool | None = None) -> None:
+        if self._stop_epoch is None:
+            mine = self._require_session().stop_wanted if by_this_peer is None else by_this_peer
+            self._stop_epoch = epoch
+            self._events.emit(StopRequested(epoch=self._stop_epoch, by_this_peer=mine))
+
+    def swarm_mean(self, name: str, value: float, samples: int) -> float:
+        if self._records is None:
+            return value
+        return self._records.mean(name, value, samples)
+
+    def batch_weight(self, batch_samples: int) -> float:
+        """See :meth:`.averagers.SampleWeighted.batch_weight`."""
+        grads = self._require_parts().grads
+        return 1.0 if grads is None else float(grads.batch_weight(batch_samples))
+
+    def _count_peers(self) -> None:
+        parts, records = self._require_parts(), self._records
+        others = len(parts.tracker.others_at(max(self.epoch - 1, 0)))
+        count = 1 + others + (len(records.auxiliaries) if records is not None else 0)
+        if count != self._num_peers:
+            self._num_peers = count
+            self._events.emit(PeersChanged(num_peers=count))
+
+    # ------------------------------------------------------------------ what one may ask
+
+    @property
+    def epoch(self) -> int:
+        return int(self._parts.state.local_epoch) if self._parts is not None else self._restored_epoch
+
+    @property
+    def num_peers(self) -> int:
+        return self._num_peers
+
+    @property
+    def local_samples(self) -> int:
+        return int(self._parts.tracker.local_progress.samples_accumulated) if self._parts is not None else 0
+
+    @property
+    def swarm_samples(self) -> int:
+        return self._parts.tracker.swarm_samples if self._parts is not None else 0
+
+    @property
+    def stop_epoch(self) -> int | None:
+        return self._stop_epoch
+
+    @property
+    def _limit_s(self) -> float:
+        # gradients and state are each bounded by averaging_timeout inside; this is the outer fence
+        return 2 * self._a.averaging_timeout + self._a.matchmaking_time
+
+    @property
+    def _load_limit_s(self) -> float:
+        return float(self._a.load_state_timeout) + self._a.averaging_timeout
+
+    def _require_parts(self) -> Parts:
+        if self._parts is None:
+            raise RuntimeError("the engine is not running: start() was not called, or shutdown() was")
+        return self._parts
+
+    def _require_session(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("the engine is not running: start() was not called, or shutdown() was")
+        return self._session
+

@@ -1,0 +1,376 @@
+"""The rounds of one hivemind peer: what happens between "the swarm has enough samples" and "every peer stepped".
+
+Gradients are averaged, the optimizer steps, parameters are averaged again (hivemind's peers drift apart by rounding and
+by lost parts). Matchmaking for the second round starts with the first, so that its wait is hidden. Whatever fails is an
+event, and no gradient is lost silently: a failed round steps on this peer's own gradient only if nobody else went on.
+
+``commit``, ``adopt`` and ``finish_background`` may block and run in the engine's worker; the rest is quick.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from hivemind.averaging.control import StepControl
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.records import SwarmRecords
+from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
+from lightning_hivemind.engine.stock.processes import stop_processes
+from lightning_hivemind.engine.stock.rounds import RoundResult, await_round, cancel, note
+from lightning_hivemind.engine.stock.state import install_state, settle_rates
+from lightning_hivemind.events import EventBus, RoundIncomplete
+
+ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
+UNDER_WAY = RoundResult(fraction=0.0)
+FRESH_S = 5.0  # how long the DHT may take for one look before a decision
+STATE_RETRIES = 5
+
+
+class Missed(Exception):
+    """The other peers committed this epoch without us: our gradient is of no use any more."""
+
+
+class Session:
+    """Owns the controls of the rounds that are under way; see the module for which thread calls what."""
+
+    def __init__(
+        self, arguments: Arguments, parts: Parts, records: SwarmRecords, training: PeerTraining, events: EventBus
+    ) -> None:
+        self._a, self._parts, self._records = arguments, parts, records
+        self._training, self._events = training, events
+        self._grad_control: StepControl | None = None
+        self._state_control: StepControl | None = None
+        self._background_state: tuple[StepControl, int] | None = None
+        self._delayed_result: RoundResult | None = None
+        self._last_members: frozenset[bytes] = frozenset()
+        self._group_size: int | None = None
+        self._closing = threading.Event()
+        self.stop_wanted = False
+        #: how many epochs the swarm may be ahead before this peer must take its state instead of joining its round
+        self.tolerated_lag = 1 if arguments.delay_grad_averaging or arguments.use_local_updates else 0
+
+    # ------------------------------------------------------------------ between rounds
+
+    def accumulate(self, batch_samples: int, gradient_scale: float) -> None:
+        grads = self._grads
+        grads.loss_scale = gradient_scale
+        if batch_samples > 0:
+            grads.accumulate_grads_(batch_samples)
+        self._parts.tracker.report_local_progress(self._epoch, grads.local_samples_accumulated)
+
+    def discard(self) -> int:
+        """Forget what was accumulated for this epoch; returns how many samples that were."""
+        tracker = self._parts.tracker
+        samples = int(tracker.local_progress.samples_accumulated)
+        if self._parts.grads is not None:
+            self._grads.reset_accumulated_grads_()
+        tracker.report_local_progress(self._epoch, 0)
+        return samples
+
+    def local_update(self, batch_samples: int) -> None:
+        """``use_local_updates``: step at once on this batch's own gradient; peers average parameters later."""
+        tracker = self._parts.tracker
+        samples = tracker.local_progress.samples_accumulated + batch_samples
+        tracker.report_local_progress(self._epoch, samples)
+        if batch_samples == 0:
+            return
+        self._training.before_optimizer_step(self._parts.state.optimizer)
+        with self._parts.state.lock_commit:
+            self._parts.state.step(optimizer_step=True, delay_optimizer_step=bool(self._a.delay_optimizer_step))
+
+    def apply_finished(self) -> None:
+        """Take over what background rounds have finished since the last batch."""
+        self._parts.state.step(apply_delayed_updates=True)
+        if self._background_state is not None and self._background_state[0].done():
+            control, epoch = self._background_state
+            self._background_state = None
+            self._judge_state_round(control, epoch)
+
+    def finish_background(self) -> None:
+        """Wait for everything that is delayed, and apply it."""
+        self._parts.state.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+        self.apply_finished()
+
+    # ------------------------------------------------------------------ a round
+
+    def commit(self) -> RoundResult:
+        """End the epoch with the others.
+
+        Raises:
+            Missed: they ended it without this peer. Nothing was changed here.
+        """
+        parts = self._parts
+        with parts.tracker.pause_updates(), parts.state.lock_commit:
+            if self._a.delay_optimizer_step or self._a.delay_state_averaging:
+                self.finish_background()
+            others = self._expected_others()
+            if others:
+                self._resize_groups(1 + len(others) + len(self._records.auxiliaries))
+            result, trigger = ALONE, None
+            if parts.grads is not None:
+                result, trigger = self._gradient_phase(others)
+            result = self._step_phase(others, result, trigger)
+            parts.tracker.update_epoch(parts.state.local_epoch)
+            if self._a.delay_grad_averaging and self._delayed_result is not None:
+                delayed, self._delayed_result = self._delayed_result, None
+                return RoundResult(fraction=0.0, notes=delayed.notes)
+            return result
+
+    def _gradient_phase(self, others: set[bytes]) -> tuple[RoundResult, Any]:
+        """Average gradients, or start to: returns what is known, and what the optimizer step must wait for."""
+        grads, epoch = self._grads, self._epoch
+        if not others:
+            grads.load_accumulators_into_averager_()
+            self._use_gradients()
+            grads.reset_accumulated_grads_()
+            return ALONE, None
+        self._grad_control = control = grads.schedule_step(
+            timeout=self._a.averaging_timeout, gather=note(stop=self.stop_wanted, auxiliary=self._a.auxiliary)
+        )
+        grads.step(control=control, reset_accumulators=False, wait=False)
+        if not self._a.delay_grad_averaging:
+            result = self._finish_gradients(control, epoch, len(others), backup=None)
+            grads.reset_accumulated_grads_()
+            return result, None
+        with grads.get_tensors() as tensors:
+            backup = [tensor.clone() for tensor in tensors]
+        grads.reset_accumulated_grads_()
+        return UNDER_WAY, partial(self._finish_delayed, control, epoch, len(others), backup)
+
+    def _finish_delayed(self, control: StepControl, epoch: int, others: int, backup: list[torch.Tensor]) -> None:
+        self._delayed_result = self._finish_gradients(control, epoch, others, backup=backup)
+
+    def _finish_gradients(
+        self, control: StepControl, epoch: int, others: int, *, backup: list[torch.Tensor] | None
+    ) -> RoundResult:
+        result = await_round(
+            control,
+            lambda: self._grads.received_fraction,
+            patience_s=self._patience_s,
+            timeout_s=self._a.averaging_timeout,
+            should_abort=self._should_abort,
+        )
+        if self._a.auxiliary:
+            return result if result.succeeded else ALONE
+        if not result.succeeded:
+            self._fall_back(result, epoch, others, backup)
+        elif result.fraction < 1.0:
+            self._incomplete("gradients", epoch, result, others, "stepped on what arrived")
+        self._last_members = result.members
+        self._use_gradients()
+        return result if result.succeeded else ALONE
+
+    def _fall_back(self, result: RoundResult, epoch: int, others: int, backup: list[torch.Tensor] | None) -> None:
+        """A round failed. If the others went on, so must we, with their state; else step on the local gradient."""
+        if backup is None:
+            if self._others_are_ahead(epoch):
+                self._incomplete("gradients", epoch, result, others, "the others went on: taking their state")
+                raise Missed
+            self._grads.load_accumulators_into_averager_()
+        else:
+            with self._grads.get_tensors() as tensors:
+                for tensor, kept in zip(tensors, backup):
+                    tensor.copy_(kept)
+        self._incomplete("gradients", epoch, result, others, "stepped on this peer's own gradient")
+
+    def _step_phase(self, others: set[bytes], result: RoundResult, trigger: Any) -> RoundResult:
+        """Optimizer step, epoch + 1, and averaging of parameters: now, or in the background."""
+        state, next_epoch = self._parts.state, self._epoch + 1
+        control: StepControl | None = None
+        if others and next_epoch % self._a.average_state_every == 0 and not state.averaging_in_progress:
+            control = self._begin_state_round(next_epoch)
+        delayed = self._a.delay_state_averaging and not self._a.auxiliary
+        steps = not self._a.auxiliary and self._parts.grads is not None
+        self._watch(control)
+        state.step(
+            increment_epoch=True,
+            wait_for_trigger=trigger,
+            optimizer_step=steps,
+            delay_optimizer_step=bool(self._a.delay_optimizer_step) and steps,
+            averaging_round=control is not None,
+            delay_averaging=delayed,
+            averaging_control=control,
+            averaging_opts=dict(timeout=self._a.averaging_timeout) if control is not None else None,
+        )
+        if control is None:
+            return result
+        if delayed:
+            self._background_state = (control, next_epoch)
+            return result
+        state_result = self._judge_state_round(control, next_epoch)
+        if self._parts.grads is None and state_result.succeeded:
+            return state_result  # with local updates this is the only round there is
+        return result
+
+    def _begin_state_round(self, next_epoch: int) -> StepControl:
+        # stock peers gather the epoch here; with local updates this round must carry our notes, there is no other
+        gather: Any = next_epoch
+        if self._parts.grads is None:
+            gather = note(stop=self.stop_wanted, auxiliary=self._a.auxiliary)
+        self._state_control = self._parts.state.schedule_step(gather=gather, timeout=self._a.averaging_timeout)
+        return self._state_control
+
+    def _watch(self, control: StepControl | None) -> None:
+        """Cancel a state round that finds no group in time (hivemind would look until averaging_timeout)."""
+        if control is None:
+            return
+        limits: dict[str, Any] = dict(patience_s=self._patience_s, timeout_s=self._a.averaging_timeout)
+        watch = partial(await_round, control, lambda: 1.0, should_abort=self._should_abort, **limits)
+        threading.Thread(target=watch, name="lightning-hivemind-state-round", daemon=True).start()
+
+    def _judge_state_round(self, control: StepControl, epoch: int) -> RoundResult:
+        result = await_round(
+            control,
+            lambda: self._parts.state.received_fraction,
+            patience_s=0.0,
+            timeout_s=0.0,
+            should_abort=self._should_abort,
+        )
+        if not result.succeeded:
+            self._incomplete("state", epoch, result, 1, "parameters stay this peer's own until the next round")
+        elif result.fraction < 1.0:
+            self._incomplete("state", epoch, result, 1, "kept what arrived")
+        return result
+
+    def _use_gradients(self) -> None:
+        """Put the averager's gradients where the optimizer looks for them, then let hooks and clipping see them."""
+        if self._a.auxiliary:
+            return
+        grads, optimizer = self._grads, self._parts.state.optimizer
+        if not self._a.offload_optimizer:
+            with torch.no_grad(), grads.get_tensors() as averaged:
+                for parameter, gradient in zip(optimizer_parameters(optimizer), averaged):
+                    if parameter.grad is None:
+                        parameter.grad = gradient.to(parameter.device, copy=True)
+                    else:
+                        parameter.grad.copy_(gradient)
+        grads.notify_used_averaged_gradients()
+        self._training.before_optimizer_step(optimizer)
+
+    # ------------------------------------------------------------------ the others
+
+    def _expected_others(self) -> set[bytes]:
+        """Peers that will come to this round: those at our epoch, and last round's members that are on their way."""
+        tracker, epoch = self._parts.tracker, self._epoch
+        tracker.refresh(FRESH_S)
+        on_their_way = tracker.others_at(epoch - 1) & self._last_members
+        return tracker.others_at(epoch) | on_their_way
+
+    def _others_are_ahead(self, epoch: int) -> bool:
+        self._parts.tracker.refresh(FRESH_S)
+        return int(self._parts.tracker.global_epoch) > epoch
+
+    def _resize_groups(self, size: int) -> None:
+        fixed = "target_group_size" in (self._a.averager_opts or {})
+        if size != self._group_size and not fixed:
+            self._group_size = size
+            for averager in (self._parts.grads, self._parts.state):
+                if averager is not None:
+                    averager.resize_group(size)
+
+    def _incomplete(self, kind: str, epoch: int, result: RoundResult, others: int, action: str) -> None:
+        self._events.emit(
+            RoundIncomplete(
+                epoch=epoch,
+                kind=kind,
+                reason=result.reason or "part of the values did not arrive",
+                fraction=result.fraction,
+                contributors=result.contributors if result.succeeded else 1,
+                expected=others + 1,
+                action=action,
+            )
+        )
+
+    # ------------------------------------------------------------------ state of others
+
+    def adopt(self) -> bool:
+        """Take over the best state that anybody shares. False if nobody does.
+
+        Raises:
+            StateError: what was sent does not fit; nothing changed.
+        """
+        parts, state = self._parts, self._parts.state
+        cancel(self._grad_control)
+        self._grad_control = None
+        state.step(wait_for_delayed_updates=True)
+        with parts.tracker.pause_updates(), state.lock_commit:
+            for attempt in range(STATE_RETRIES):
+                found = state.download(float(self._a.load_state_timeout))
+                if found is None:
+                    return False
+                metadata, tensors = found
+                if isinstance(metadata.get("epoch"), int) and metadata["epoch"] < self._epoch:
+                    return False
+                epoch = install_state(state.optimizer, self._training.extra_tensors, metadata, tensors)
+                if epoch >= parts.tracker.global_epoch or attempt == STATE_RETRIES - 1 or self._should_abort():
+                    break
+                time.sleep(FRESH_S / 10)
+            state.local_epoch = max(epoch, min(epoch + 1, int(parts.tracker.global_epoch)))
+            self._training.advance_schedulers(state.local_epoch)
+            settle_rates(state.optimizer)
+            self.load_local_parameters()
+            if parts.grads is not None:
+                parts.grads.load_state_from_peers(timeout=self._a.averaging_timeout)
+                parts.grads.reset_accumulated_grads_()
+            parts.tracker.update_epoch(state.local_epoch)
+            parts.tracker.report_local_progress(state.local_epoch, 0)
+        return True
+
+    def follow(self) -> None:
+        """For auxiliary peers, whose parameters do not matter: go to the swarm's epoch."""
+        parts = self._parts
+        with parts.tracker.pause_updates():
+            parts.state.local_epoch = max(self._epoch, int(parts.tracker.global_epoch))
+            parts.tracker.update_epoch(parts.state.local_epoch)
+
+    def load_local_parameters(self) -> None:
+        """Make model, host optimizer and averager hold the same parameters, those of the optimizer that steps."""
+        state = self._parts.state
+        with torch.no_grad():
+            for mine, stepped in zip(state.main_parameters, optimizer_parameters(state.optimizer)):
+                if mine is not stepped:
+                    mine.copy_(stepped)
+            with state.get_tensors() as averaged:
+                for source, target in zip(state._local_tensors(), averaged):
+                    if source.data_ptr() != target.data_ptr():
+                        target.copy_(source)
+
+    # ------------------------------------------------------------------ the end
+
+    def cancel(self) -> None:
+        """Make whatever blocks come back."""
+        self._closing.set()
+        cancel(self._grad_control)
+        cancel(self._state_control)
+
+    def close(self, timeout_s: float) -> None:
+        """Say goodbye, then stop both averager processes, the hard way if need be."""
+        self.cancel()
+        deadline = time.monotonic() + timeout_s
+        self._parts.tracker.shutdown(min(1.0, timeout_s / 4))
+        averagers = [averager for averager in (self._parts.grads, self._parts.state) if averager is not None]
+        stop_processes(averagers, deadline)
+        self._parts.state.step_executor.shutdown(wait=False, cancel_futures=True)
+
+    def _should_abort(self) -> bool:
+        return self._closing.is_set() or self._training.should_abort()
+
+    @property
+    def _patience_s(self) -> float:
+        # a group that forms at all forms within matchmaking_time of the last peer's arrival
+        return float(1.5 * self._a.matchmaking_time + 1.0)
+
+    @property
+    def _epoch(self) -> int:
+        return int(self._parts.state.local_epoch)
+
+    @property
+    def _grads(self) -> Any:
+        assert self._parts.grads is not None, "no gradients are averaged with use_local_updates"
+        return self._parts.grads

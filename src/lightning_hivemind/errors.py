@@ -1,0 +1,62 @@
+"""Every exception that this package raises on purpose.
+
+    LightningHivemindError
+    ├── ArgumentError (ValueError)         a wrong argument, or two that exclude one another
+    ├── PlatformError (RuntimeError)       hivemind cannot run on this machine
+    ├── NetworkError (RuntimeError)
+    │   ├── AddressError (ValueError)      an address that is no multiaddress, or that cannot work
+    │   ├── DaemonError                    the libp2p daemon did not start, or died
+    │   └── JoinError                      none of ``initial_peers`` answered
+    └── SwarmError (RuntimeError)
+        ├── SchemaMismatchError            another peer of this run trains another model
+        ├── StateError                     no peer's state could be downloaded or used
+        └── EngineStuckError               the engine did not come back within its deadline
+
+Messages say what happened with field=value, what state is left, and the fix.
+"""
+
+from __future__ import annotations
+
+
+class LightningHivemindError(Exception):
+    """Base of all errors of this package."""
+
+
+class ArgumentError(LightningHivemindError, ValueError):
+    """An argument has an impossible value, or excludes another one. Nothing was started."""
+
+
+class PlatformError(LightningHivemindError, RuntimeError):
+    """hivemind cannot be imported or run here. Nothing was started."""
+
+
+class NetworkError(LightningHivemindError, RuntimeError):
+    """The libp2p daemon or the DHT could not do what was asked. Nothing is left running."""
+
+
+class AddressError(NetworkError, ValueError):
+    """A text that is not a multiaddress, or an address that cannot be used that way."""
+
+
+class DaemonError(NetworkError):
+    """The libp2p daemon did not start, or is gone."""
+
+
+class JoinError(NetworkError):
+    """None of ``initial_peers`` could be reached."""
+
+
+class SwarmError(LightningHivemindError, RuntimeError):
+    """The run as a whole cannot go on as configured."""
+
+
+class SchemaMismatchError(SwarmError):
+    """A live peer with the same ``run_id`` trains a model of another shape, or with another target."""
+
+
+class StateError(SwarmError):
+    """The swarm's state could not be downloaded, or does not fit this model. The local model is unchanged."""
+
+
+class EngineStuckError(SwarmError):
+    """A call into the engine did not return within its deadline, and cancelling it did not help."""

@@ -1,0 +1,233 @@
+"""One typed stream of what happened in a peer: progress bars, loggers, monitors and tests all read it.
+
+An :class:`EventBus` belongs to one strategy. Emitting is cheap and never raises into training: a subscriber that fails
+is reported once and removed. Events are frozen and hold plain values only, so that each is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+log = logging.getLogger("lightning_hivemind")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Base of all events. ``time`` is Unix time in seconds on this machine's clock."""
+
+    level: ClassVar[int] = logging.DEBUG
+    time: float = field(default_factory=time.time)
+
+    def as_dict(self) -> dict[str, object]:
+        return {"event": type(self).__name__, **asdict(self)}
+
+    def describe(self) -> str:
+        values = ", ".join(f"{k}={v}" for k, v in asdict(self).items() if k != "time")
+        return f"{type(self).__name__}({values})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerStarted(Event):
+    """The libp2p daemon and the DHT of this peer are up."""
+
+    level: ClassVar[int] = logging.INFO
+    peer_id: str
+    addresses: list[str]
+    run_id: str
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwarmReady(Event):
+    """The engine is up: this peer can contribute from ``epoch`` on. ``num_peers`` counts this peer, too."""
+
+    level: ClassVar[int] = logging.INFO
+    epoch: int
+    num_peers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeersChanged(Event):
+    """The number of peers that report progress changed (this peer included)."""
+
+    level: ClassVar[int] = logging.INFO
+    num_peers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchAccumulated(Event):
+    """A micro-batch was added to this peer's gradient. Sample counts are for the current epoch."""
+
+    epoch: int
+    batch_samples: int
+    local_samples: int
+    swarm_samples: int
+    target_batch_size: int
+    num_peers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchDropped(Event):
+    """A micro-batch did not count: ``reason`` is ``"non-finite gradient"`` or ``"overflow"`` (the loss scale)."""
+
+    level: ClassVar[int] = logging.WARNING
+    epoch: int
+    samples: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundStarted(Event):
+    """This peer entered the averaging round that ends ``epoch`` with ``samples`` of its own."""
+
+    epoch: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochCommitted(Event):
+    """The optimizer made (or, delayed, was given) its step: ``epoch`` is the number of global steps made so far.
+
+    ``contributors`` are the peers whose gradients are in it, ``samples`` those of this peer, ``fraction`` the share
+    of the averaged values that really arrived (1.0 when alone), ``duration_s`` the time that training waited for it.
+    With ``delay_grad_averaging`` the round is still under way: ``contributors`` and ``fraction`` are then 0.
+    """
+
+    level: ClassVar[int] = logging.INFO
+    epoch: int
+    samples: int
+    contributors: int
+    fraction: float
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundIncomplete(Event):
+    """An averaging round failed or brought only part of the values; ``kind`` is ``"gradients"`` or ``"state"``.
+
+    ``action`` says what was done about it. ``fraction`` is the share of values that arrived (0.0: none).
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    epoch: int
+    kind: str
+    reason: str
+    fraction: float
+    contributors: int
+    expected: int
+    action: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundMissed(Event):
+    """The swarm finished ``epoch`` without this peer, which drops its ``samples_lost`` and takes the swarm's state."""
+
+    level: ClassVar[int] = logging.WARNING
+    epoch: int
+    samples_lost: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateLoaded(Event):
+    """Parameters, optimizer state and epoch were taken over from another peer."""
+
+    level: ClassVar[int] = logging.INFO
+    epoch: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateUnavailable(Event):
+    """No peer's state could be loaded; ``action`` says what happens now."""
+
+    level: ClassVar[int] = logging.WARNING
+    epoch: int
+    reason: str
+    action: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopRequested(Event):
+    """A peer asked the whole run to stop; every peer stops once it has committed ``epoch``."""
+
+    level: ClassVar[int] = logging.INFO
+    epoch: int
+    by_this_peer: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting(Event):
+    """Something slow is still going on; said every few seconds, so that a wait is never silent."""
+
+    level: ClassVar[int] = logging.INFO
+    what: str
+    elapsed_s: float
+    limit_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerStopped(Event):
+    """Everything that this peer had started is gone again."""
+
+    level: ClassVar[int] = logging.INFO
+    epoch: int
+    duration_s: float
+
+
+Subscriber = Callable[[Event], None]
+
+
+class EventBus:
+    """Hands every event to every subscriber, in order, from whichever thread emits it."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[Subscriber] = []
+        self._lock = threading.RLock()
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Add a subscriber; returns the function that removes it again."""
+        with self._lock:
+            self._subscribers.append(subscriber)
+        return lambda: self._remove(subscriber)
+
+    def emit(self, event: Event) -> None:
+        with self._lock:
+            for subscriber in tuple(self._subscribers):
+                try:
+                    subscriber(event)
+                except Exception:
+                    log.exception("an event subscriber failed and was removed: %r", subscriber)
+                    self._remove(subscriber)
+
+    def _remove(self, subscriber: Subscriber) -> None:
+        with self._lock:
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+
+
+class LogSubscriber:
+    """Writes events to the ``lightning_hivemind`` logger; with ``verbose`` even the small ones at INFO."""
+
+    def __init__(self, *, verbose: bool) -> None:
+        self._least = logging.INFO if verbose else logging.DEBUG
+
+    def __call__(self, event: Event) -> None:
+        log.log(max(event.level, self._least), event.describe())
+
+
+class JsonLinesSubscriber:
+    """Appends each event as one line of JSON to a file, flushed at once (a killed peer's last line is whole)."""
+
+    def __init__(self, path: str | Path) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - lives as long as the peer
+
+    def __call__(self, event: Event) -> None:
+        self._file.write(json.dumps(event.as_dict()) + "\n")

@@ -1,0 +1,332 @@
+"""``HivemindStrategy``: what Lightning calls, in the order in which Lightning calls it.
+
+The strategy translates between a Trainer and an engine. What words like *step* mean in a swarm is decided in
+:mod:`lightning_hivemind.training`; who talks to the network is :mod:`lightning_hivemind.engine`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.events import BatchDropped, EventBus, JsonLinesSubscriber, LogSubscriber
+from lightning_hivemind.lightning_twins import (
+    accept_everywhere,
+    chosen_package,
+    package_of,
+    twin_of,
+)
+from lightning_hivemind.platform import require_hivemind
+from lightning_hivemind.training.samples import count_samples
+from lightning_hivemind.training.session import TrainingSession
+
+if TYPE_CHECKING:
+    import hivemind
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy as _Base
+
+    from lightning_hivemind.network.daemon import PeerNetwork
+else:
+    _Base = object
+
+#: both must fit into the ten seconds that leaving may take
+ENGINE_STOP_S = 5.0
+NETWORK_STOP_S = 4.0
+CHECKPOINT_KEY = "lightning_hivemind"
+
+
+class HivemindStrategy(_Base):
+    """Train one model together with other peers over the internet.
+
+    Gradients are accumulated until the *whole swarm* has ``target_batch_size`` samples, then averaged among the peers,
+    and every peer makes the same optimizer step. Start the same script elsewhere with the ``INITIAL_PEERS=...`` that
+    this peer prints, and it joins.
+
+    All arguments, their defaults and when to change them: :class:`lightning_hivemind.arguments.Arguments`.
+    ``**optimizer_kwargs`` are those of its fields that are not named here.
+
+    Raises:
+        ArgumentError: an impossible value, or two arguments that exclude one another. Nothing was started.
+        PlatformError: hivemind cannot run on this machine. Nothing was started.
+    """
+
+    strategy_name = "hivemind"
+    package: str = ""
+    mixin: type
+    #: set by Lightning to the devices that the Trainer was given
+    parallel_devices: list[torch.device] | None = None
+    global_rank = 0
+    local_rank = 0
+    node_rank = 0
+    world_size = 1
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        twin = cls if cls.package else twin_of(cls, chosen_package())
+        accept_everywhere(twin)
+        return object.__new__(twin)
+
+    def __init__(
+        self,
+        target_batch_size: int,
+        run_id: str = "lightning_run",
+        batch_size: int | None = None,
+        delay_state_averaging: bool = False,
+        delay_optimizer_step: bool | None = None,
+        delay_grad_averaging: bool = False,
+        offload_optimizer: bool | None = None,
+        reuse_grad_buffers: bool = False,
+        scheduler_fn: Callable[..., Any] | None = None,
+        matchmaking_time: float = 5.0,
+        averaging_timeout: float = 30.0,
+        verbose: bool = False,
+        averager_opts: dict[str, Any] | None = None,
+        host_maddrs: list[str] | None = None,
+        initial_peers: str | list[str] | None = None,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        self.arguments = Arguments.create(
+            target_batch_size,
+            run_id=run_id,
+            batch_size=batch_size,
+            delay_state_averaging=delay_state_averaging,
+            delay_optimizer_step=delay_optimizer_step,
+            delay_grad_averaging=delay_grad_averaging,
+            offload_optimizer=offload_optimizer,
+            reuse_grad_buffers=reuse_grad_buffers,
+            scheduler_fn=scheduler_fn,
+            matchmaking_time=matchmaking_time,
+            averaging_timeout=averaging_timeout,
+            verbose=verbose,
+            averager_opts=averager_opts,
+            host_maddrs=host_maddrs,
+            initial_peers=initial_peers,
+            **optimizer_kwargs,
+        )
+        require_hivemind()
+        super().__init__()
+        self.events = EventBus()
+        self.events.subscribe(LogSubscriber(verbose=verbose))
+        self._network: PeerNetwork | None = None
+        self._session: TrainingSession | None = None
+        self._batch_samples = 0
+        self._events_to_file = False
+
+    # ------------------------------------------------------------------ Trainer(...)
+
+    @property
+    def accelerator(self) -> Any:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        package = package_of(accelerator)
+        if package is not None and package != self.package:
+            # a Trainer of the other Lightning package takes us: become its twin before it goes on
+            self.__class__ = twin_of(self.mixin, package)
+            super().__init__()
+        self._accelerator = accelerator
+
+    @property
+    def root_device(self) -> torch.device:
+        """The one device of this peer."""
+        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0 *of this peer*: every peer writes its own logs and checkpoints."""
+        return True
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return True
+
+    # ------------------------------------------------------------------ trainer.fit(...): set-up
+
+    def setup(self, trainer: Trainer) -> None:
+        """Move the model, make its optimizer, and (when fitting) become a peer of the swarm."""
+        super().setup(trainer)
+        if self._session_wanted():
+            self._start_swarm(trainer)
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint of this strategy or of a plain Trainer."""
+        epoch = checkpoint.get(CHECKPOINT_KEY, {}).get("epoch", checkpoint["global_step"])
+        self._running().restore(checkpoint["optimizer_states"][0], int(epoch))
+
+    def on_train_start(self) -> None:
+        """Before the first batch: take the swarm's state if it is ahead, or if this peer joins a run."""
+        self._running().synchronise()
+
+    # ------------------------------------------------------------------ trainer.fit(...): every batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the samples of the batch that comes now."""
+        session = self._running()
+        self._batch_samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)
+        session.begin_batch()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # an auxiliary peer helps to average and trains nothing
+        return None if self._running().auxiliary else super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = self._running().batch_weight(self._batch_samples)
+        return super().backward(closure_loss if weight == 1.0 else closure_loss * weight, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """One micro-batch: forward, backward, accumulate; and the global step when the swarm has enough samples."""
+        loss = closure()
+        session = self._running()
+        samples = self._batch_samples if loss is not None else 0
+        if samples and not session.accept_gradients():
+            dropped = session.drop_batch(samples)
+            self.events.emit(BatchDropped(epoch=self.global_epoch, samples=dropped, reason=session.drop_reason))
+            samples = 0
+        session.step(samples)
+        return loss
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, once everything that is delayed has arrived in it."""
+        if self._session is not None:
+            self._session.flush()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def on_validation_start(self) -> None:
+        """Validate the parameters of the last global step, also when they are still under way."""
+        if self._session is not None and self._session.started:
+            self._session.flush()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of the optimizer that really steps, as a plain Trainer would save it."""
+        if self._session is None:
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+            return state
+        return self._session.optimizer_state()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoint[CHECKPOINT_KEY] = {"epoch": self.global_epoch, "run_id": self.arguments.run_id}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # ------------------------------------------------------------------ the end
+
+    def teardown(self) -> None:
+        """Leave the swarm and stop every process that was started; safe to call twice."""
+        session, self._session = self._session, None
+        network, self._network = self._network, None
+        try:
+            if session is not None:
+                session.close(ENGINE_STOP_S)
+        finally:
+            if network is not None:
+                network.shutdown(NETWORK_STOP_S)
+        super().teardown()
+
+    # ------------------------------------------------------------------ what scripts may ask
+
+    @property
+    def dht(self) -> hivemind.DHT:
+        """The running DHT; started now if it was not yet."""
+        return self._started_network().dht
+
+    @property
+    def num_peers(self) -> int:
+        """Peers of this run that are known to be alive, this one included."""
+        return self._session.engine.num_peers if self._session is not None else 1
+
+    @property
+    def global_epoch(self) -> int:
+        """Committed global steps of the swarm."""
+        return self._session.engine.epoch if self._session is not None else 0
+
+    def swarm_mean(self, name: str, value: float, samples: int) -> float:
+        """The mean of a metric over all peers, weighted by samples; never waits for anybody.
+
+        Publishes ``value`` (over ``samples`` samples) under ``name`` and returns the weighted mean of every live peer's
+        latest. A peer that has published nothing yet is not in it.
+        """
+        return self._running().engine.swarm_mean(name, float(value), samples)
+
+    def request_stop(self, reason: str = "requested") -> None:
+        """Stop the whole run: every peer ends after the same global step."""
+        self._running().engine.request_stop(reason)
+
+    # ------------------------------------------------------------------ inside one peer there is one process
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Over the ranks of this peer, of which there is one; over peers: :meth:`swarm_mean`."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return tensor
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Peers never wait for one another outside of rounds."""
+
+    # ------------------------------------------------------------------ private
+
+    def _session_wanted(self) -> bool:
+        assert self.lightning_module is not None
+        return str(getattr(self.lightning_module.trainer.state.fn, "value", "")) == "fit"
+
+    def _start_swarm(self, trainer: Trainer) -> None:
+        session = TrainingSession(self.arguments, self, trainer, self.events)
+        session.check()
+        network = self._started_network()
+        self._session = session
+        session.start(network)
+        self._announce(network)
+
+    def _started_network(self) -> PeerNetwork:
+        if self._network is None:
+            from lightning_hivemind.network.daemon import PeerNetwork
+
+            self._write_events()
+            network = PeerNetwork(self.arguments.network_settings(), self.events)
+            network.start()
+            self._network = network
+        return self._network
+
+    def _write_events(self) -> None:
+        path = self.arguments.events_path
+        if path is not None and not self._events_to_file:
+            self.events.subscribe(JsonLinesSubscriber(path))
+            self._events_to_file = True
+
+    def _announce(self, network: PeerNetwork) -> None:
+        import os
+
+        from lightning_hivemind.network.invitation import invitation
+
+        if not self.arguments.client_mode:
+            text = invitation(
+                network.visible_addresses(), argv=sys.orig_argv, executable=sys.executable, environ=os.environ
+            )
+            print(text, flush=True)
+
+    def _running(self) -> TrainingSession:
+        if self._session is None:
+            raise RuntimeError("this needs a running fit: call it between the start and the end of trainer.fit()")
+        return self._session
+
+
+class CollaborativeStrategy(HivemindStrategy):
+    """The older published name of :class:`HivemindStrategy`: same arguments, same behaviour."""
+
+    strategy_name = "collaborative"
+
+
+__all__ = ["CollaborativeStrategy", "HivemindStrategy"]

@@ -1,0 +1,1 @@
+"""What Lightning's words mean in a swarm: samples, steps, schedulers, precision, checkpoints."""

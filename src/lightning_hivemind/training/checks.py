@@ -1,0 +1,60 @@
+"""What a Trainer may not ask of a swarm; said before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.errors import ArgumentError
+
+
+def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
+    """Raises ArgumentError, with the fix, for settings of the Trainer or module that cannot work in a swarm."""
+    _check_accumulation(trainer)
+    _check_devices(strategy)
+    _check_optimizers(arguments, strategy, trainer)
+
+
+def _check_accumulation(trainer: Any) -> None:
+    accumulates = [cb for cb in trainer.callbacks if type(cb).__name__ == "GradientAccumulationScheduler"]
+    if trainer.accumulate_grad_batches != 1 or any(_schedules(cb) for cb in accumulates):
+        raise ArgumentError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): the swarm accumulates already, until"
+            " it has target_batch_size samples. Remove it, and raise target_batch_size for larger batches."
+        )
+
+
+def _schedules(callback: Any) -> bool:
+    scheduling = getattr(callback, "scheduling", {})
+    return any(value != 1 for value in scheduling.values())
+
+
+def _check_devices(strategy: Any) -> None:
+    devices = strategy.parallel_devices or []
+    if len(devices) > 1:
+        raise ArgumentError(
+            f"devices={len(devices)}: a peer has one device. Start one peer per device (devices=1, or devices=[i] to"
+            " choose it), each with INITIAL_PEERS of the first."
+        )
+
+
+def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None:
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ArgumentError(
+            "automatic_optimization=False: the swarm decides when the optimizer steps. Use automatic optimization"
+            " (return the loss from training_step)."
+        )
+    if len(strategy.optimizers) != 1 or not strategy.optimizers[0].__dict__.get("param_groups"):
+        raise ArgumentError(
+            f"configure_optimizers returned {len(strategy.optimizers)} optimizers: a swarm trains with exactly one."
+            " Put all parameters into one optimizer, with param groups for unlike settings."
+        )
+    if strategy.lr_scheduler_configs and arguments.recreates_optimizer:
+        raise ArgumentError(
+            "configure_optimizers returned a scheduler, but with offload_optimizer or delay_* the optimizer is created"
+            " anew. Pass HivemindStrategy(scheduler_fn=...) instead, for example"
+            " scheduler_fn=functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.999)."
+        )
+    if strategy.lr_scheduler_configs and arguments.scheduler_fn is not None:
+        raise ArgumentError("configure_optimizers returned a scheduler, and scheduler_fn is given, too. Keep one.")

@@ -1,0 +1,92 @@
+"""Makes Lightning's loops count global steps of the swarm.
+
+Lightning asks ``_should_accumulate()`` before a step and counts the step itself if the answer is no. Whether a
+micro-batch completes a global step is known only afterwards, so the loop is told "accumulate" before, and its counters
+are set from the swarm's epoch after. ``trainer.global_step``, ``max_steps``, loggers' x-axis and callbacks that count
+steps are then right, also when this peer jumps forward because it took over the swarm's state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LoopProgress:
+    """Owns the few counters of one Trainer's fit loop that depend on the swarm."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loop = trainer.fit_loop.epoch_loop
+        self._stepped = False
+
+    def attach(self) -> None:
+        """Answer in the loop's place. Upstream has no public seam for it; a test fails should the method go."""
+        if not callable(getattr(type(self._loop), "_should_accumulate", None)):
+            raise RuntimeError("this Lightning has no _TrainingEpochLoop._should_accumulate: use lightning>=2.5,<2.7")
+        self._loop._should_accumulate = self._should_accumulate
+
+    def detach(self) -> None:
+        self._loop.__dict__.pop("_should_accumulate", None)
+
+    def begin_batch(self) -> None:
+        self._stepped = False
+
+    def follow(self, epoch: int, *, committed: bool) -> None:
+        """After a batch: ``epoch`` global steps are made; ``committed`` if this batch completed the last of them."""
+        steps = self._loop.automatic_optimization.optim_progress.optimizer.step
+        steps.current.ready += max(0, epoch - steps.total.completed)
+        steps.current.completed = steps.current.ready
+        steps.total.ready = steps.total.completed = epoch
+        # the loop itself adds one after a batch that stepped
+        self._loop._batches_that_stepped = epoch - 1 if committed else epoch
+        self._stepped = committed
+
+    def _should_accumulate(self) -> bool:
+        return not self._stepped
+
+
+class StopTogether:
+    """``trainer.should_stop`` set by one peer (EarlyStopping, say) stops the whole run, all at the same epoch.
+
+    While other peers are there, the loop is told that it may not stop before the next global step; the wish travels
+    with the next rounds, and takes effect for everybody at the epoch that carried it. A :class:`Timer` that ran out is
+    this peer's own business: only this peer leaves.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._loop = trainer.fit_loop.epoch_loop
+        self._min_steps = self._loop.min_steps
+        self._asked = False
+
+    def wants_to_stop(self) -> bool:
+        """True once, when this peer has a wish to stop the run that the swarm does not know yet."""
+        if self._asked or not self._trainer.should_stop:
+            return False
+        if self._own_time_is_up():
+            self.release()
+            return False
+        self._asked = True
+        return True
+
+    def hold(self, epoch: int, *, alone: bool) -> None:
+        """After a batch: with others around, a wish to stop must wait for the next global step."""
+        if alone or self._own_time_is_up():
+            self.release()
+        else:
+            self._loop.min_steps = max(self._min_steps or 0, epoch + 1)
+
+    def stop(self) -> None:
+        """The swarm agreed: stop now."""
+        self.release()
+        self._trainer.should_stop = True
+
+    def release(self) -> None:
+        """Give the loop its own limit back."""
+        self._loop.min_steps = self._min_steps
+
+    def _own_time_is_up(self) -> bool:
+        return any(
+            type(callback).__name__ == "Timer" and (left := callback.time_remaining()) is not None and left <= 0
+            for callback in self._trainer.callbacks
+        )

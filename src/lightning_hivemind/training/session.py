@@ -1,0 +1,163 @@
+"""One ``trainer.fit`` in a swarm: everything of a peer that lives as long as the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.base import Engine, PeerTraining, StepOutcome
+from lightning_hivemind.engine.factory import make_engine
+from lightning_hivemind.events import EventBus
+from lightning_hivemind.lightning_twins import lightning_module
+from lightning_hivemind.training.checks import check_trainer
+from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
+from lightning_hivemind.training.precision import LossScale
+from lightning_hivemind.training.progress import LoopProgress, StopTogether
+from lightning_hivemind.training.schedulers import SwarmSchedulers, scheduler_from
+from lightning_hivemind.training.zero_grad import DisabledZeroGrad
+
+if TYPE_CHECKING:
+    from lightning_hivemind.network.daemon import PeerNetwork
+
+
+class TrainingSession:
+    """Joins Lightning's loop to the engine: made in ``Strategy.setup``, closed in ``Strategy.teardown``."""
+
+    engine: Engine
+
+    def __init__(self, arguments: Arguments, strategy: Any, trainer: Any, events: EventBus) -> None:
+        self._a, self._strategy, self._trainer, self._events = arguments, strategy, trainer, events
+        self._module = trainer.lightning_module
+        self._progress = LoopProgress(trainer)
+        self._stopping = StopTogether(trainer)
+        self._schedulers = SwarmSchedulers(self._step_scheduler)
+        self._zero_grad = DisabledZeroGrad(self._module) if arguments.reuse_grad_buffers else None
+        self._scale: LossScale | None = None
+        self.auxiliary = arguments.auxiliary
+        self.started = False
+        self.drop_reason = "non-finite gradient"
+
+    def check(self) -> None:
+        """Refuse what cannot work in a swarm, before anything is started."""
+        check_trainer(self._a, self._strategy, self._trainer)
+
+    def start(self, network: PeerNetwork) -> None:
+        """Bring the engine up over the optimizer that Lightning has made, and take its place where need be."""
+        optimizer = self._strategy.optimizers[0]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scaler = getattr(self._strategy.precision_plugin, "scaler", None)
+        training = PeerTraining(
+            optimizer=optimizer,
+            rebuild_optimizer=rebuilder(optimizer) if self._a.recreates_optimizer else None,
+            make_scheduler=self._make_scheduler,
+            advance_schedulers=self._schedulers.advance,
+            before_optimizer_step=self._before_optimizer_step,
+            extra_tensors=self._a.extra_tensors,
+            schema=self._schema(parameters),
+            should_abort=self._should_abort,
+        )
+        self.engine = make_engine(self._a, network, training, self._events)
+        self.engine.start()
+        if self.engine.optimizer is not optimizer:
+            optimizer = HostedOptimizer(self.engine.optimizer, parameters)
+            self._strategy.optimizers = [optimizer]
+        self._scale = LossScale(scaler, optimizer, reuses_buffers=self._a.reuse_grad_buffers)
+        if self._scale.active:
+            self.drop_reason = "overflow"
+        if self._zero_grad is not None:
+            self._zero_grad.disable()
+        self._progress.attach()
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+        self._schedulers.mark(epoch)  # Lightning loads their state right after this
+        self.engine.restore(optimizer_state, epoch)
+        self._progress.follow(epoch, committed=False)
+
+    def synchronise(self) -> None:
+        outcome = self.engine.synchronise()
+        self.started = True
+        self._progress.follow(outcome.epoch, committed=False)
+        self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)
+
+    # ------------------------------------------------------------------ batches
+
+    def begin_batch(self) -> None:
+        self._progress.begin_batch()
+        if self._stopping.wants_to_stop():
+            self.engine.request_stop("this peer's Trainer was asked to stop")
+
+    def batch_weight(self, samples: int) -> float:
+        return self.engine.batch_weight(samples)
+
+    def accept_gradients(self) -> bool:
+        """Unscale this batch's gradients; False if they hold a value that is not finite."""
+        return self._scale is None or self._scale.accept()
+
+    def drop_batch(self, samples: int) -> int:
+        """Undo a batch whose gradients are not finite; returns the samples that are lost with it."""
+        if self._a.reuse_grad_buffers:  # it is in one sum with those before it
+            return samples + self.engine.discard()
+        return samples
+
+    def step(self, samples: int) -> StepOutcome:
+        scale = self._scale.buffer_scale if self._scale is not None else 1.0
+        outcome = self.engine.step(samples, scale)
+        if outcome.committed and self._scale is not None:
+            self._scale.after_commit()
+        self._progress.follow(outcome.epoch, committed=outcome.committed)
+        stop = self.engine.stop_epoch
+        if stop is not None and outcome.epoch >= stop:
+            self._stopping.stop()
+        else:
+            self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)
+        return outcome
+
+    def flush(self) -> None:
+        self.engine.flush()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.engine.optimizer.state_dict()
+        return state
+
+    def close(self, timeout_s: float) -> None:
+        self._progress.detach()
+        self._stopping.release()
+        if self._zero_grad is not None:
+            self._zero_grad.restore()
+        if hasattr(self, "engine"):
+            self.engine.shutdown(timeout_s)
+
+    # ------------------------------------------------------------------ what the engine calls back
+
+    def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._a.scheduler_fn is not None:
+            config_type = lightning_module(self._strategy.package, "utilities.types").LRSchedulerConfig
+            scheduler = scheduler_from(self._a.scheduler_fn, optimizer)
+            self._strategy.lr_scheduler_configs = [config_type(scheduler, interval="step")]
+        self._schedulers.take_over(self._strategy.lr_scheduler_configs)
+
+    def _step_scheduler(self, scheduler: Any) -> None:
+        self._module.lr_scheduler_step(scheduler, None)
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hooks and clipping, on the averaged gradient, once per global step."""
+        precision = self._strategy.precision_plugin
+        if not self._a.delay_grad_averaging:
+            precision._after_closure(self._module, optimizer)
+        elif self._trainer.gradient_clip_val:
+            # in the background: Lightning's hook callers note the hook they are in, for the training thread
+            self._module.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=self._trainer.gradient_clip_val,
+                gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+            )
+
+    def _should_abort(self) -> bool:
+        return bool(getattr(self._trainer, "received_sigterm", False))
+
+    def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return [f"{names.get(id(p), '?')} {tuple(p.shape)}" for p in parameters]
