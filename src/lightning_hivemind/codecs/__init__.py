@@ -12,10 +12,11 @@ because hivemind 1.1.12
 - decodes in place, into memory that belongs to the message; loses the mean where it may encode in place.
 
 A bound on numpy would cure the first only, and would hold back everything else in the user's environment. The wire
-format is hivemind's public promise, so codecs of our own are the smallest change that cures all of it. Importing this package puts
-the codecs into hivemind's table of wire types: everything that this process and its forks decode goes through them,
-whatever object was passed to hivemind. :func:`map_codec` does the same for encoding. Once hivemind's own codecs pass
-``tests/unit/codecs``, this package can become a list of imports.
+format is hivemind's public promise, so codecs of our own are the smallest change that cures all of it.
+
+Importing this package puts the codecs into hivemind's table of wire types: everything that this process and its forks
+decode goes through them, whatever object was passed to hivemind. :func:`map_codec` does the same for encoding. Once
+hivemind's own codecs pass ``tests/unit/codecs``, this package can become a list of imports.
 
 A codec writes a tensor that it cannot write, or that would not get smaller, uncompressed (every message says by itself
 how it is written): integers, bfloat16 where the format has no room for it, and very small tensors.
