@@ -242,7 +242,7 @@ def is_peer_id(text: str) -> bool:
         number = number * 58 + _BASE58.index(letter)
     zeros = len(text) - len(text.lstrip("1"))
     raw = b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
-    return len(raw) > 2 and raw[0] in (0x00, 0x12) and raw[1] == len(raw) - 2
+    return len(raw) >= 34 and raw[0] in (0x00, 0x12) and raw[1] == len(raw) - 2
 
 
 def _suggest(text: str) -> str | None:

@@ -145,7 +145,7 @@ class PeerRecords:
                     self._fetches = max(self._fetches, begun_at)
                     self._changed.notify_all()
                 elif self._wanted > self._fetches:  # do not spin on a network that is down
-                    self._changed.wait_for(lambda: self._closing, timeout=min(0.2, self.refresh_s))
+                    self._changed.wait_for(lambda: self._closing, timeout=min(1.0, self.refresh_s))
             self._tell_trouble(not (stored and fetched))
             due = time.monotonic() + self.refresh_s
 

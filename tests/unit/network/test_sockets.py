@@ -1,0 +1,116 @@
+"""The directory of a peer's sockets: private, short, removed with its peer, and later if its peer could not."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_hivemind.errors import DaemonError
+from lightning_hivemind.network import sockets
+from lightning_hivemind.network.sockets import SocketDirectory
+
+
+@pytest.fixture
+def directory() -> Iterator[SocketDirectory]:
+    one = SocketDirectory.create()
+    yield one
+    one.release()
+
+
+def test_it_is_private_and_short_enough_for_a_socket(directory: SocketDirectory) -> None:
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    assert len(str(directory.path / "p2pclient-0123456789a.sock")) < 104
+    assert directory.maddr_prefix == f"/unix{directory.path}/"
+
+
+def test_it_can_be_removed_and_released_twice(directory: SocketDirectory) -> None:
+    directory.remove()
+    directory.remove()
+    directory.release()
+    directory.release()
+    assert not directory.path.exists()
+
+
+def make_old(path: Path) -> None:
+    long_ago = time.time() - 3600
+    os.utime(path, (long_ago, long_ago))
+
+
+def test_a_directory_whose_processes_are_all_dead_is_removed_by_the_next_peer() -> None:
+    code = (
+        "import os, signal; from lightning_hivemind.network.sockets import SocketDirectory;"
+        "print(SocketDirectory.create().path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    dead = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert dead.returncode < 0
+    left = Path(dead.stdout.strip())
+    assert left.exists()
+    SocketDirectory.create().release()
+    assert left.exists(), "a young directory may belong to a peer that is just starting"
+    make_old(left)
+    SocketDirectory.create().release()
+    assert not left.exists()
+
+
+def test_an_old_directory_of_a_live_peer_is_kept(directory: SocketDirectory) -> None:
+    make_old(directory.path)
+    SocketDirectory.create().release()
+    assert directory.path.exists()
+
+
+def test_a_fork_keeps_the_directory_alive() -> None:
+    one = SocketDirectory.create()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert one._lock is not None
+        os.close(one._lock)
+        one._lock = None
+        lock = os.open(one.path / "lock", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(lock)
+    one.release()
+
+
+def test_its_daemons_are_known_by_their_command_line_and_no_others_are_killed(directory: SocketDirectory) -> None:
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    ours = subprocess.Popen(
+        [sys.executable, "-c", code, f"-listen={directory.maddr_prefix}p2pd-x.sock"], stdout=subprocess.PIPE
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, "-listen=/unix/tmp/lhm-other/x"], stdout=subprocess.PIPE)
+    try:
+        for process in (ours, other):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+        assert directory.daemon_pids() == [ours.pid]
+        directory.kill_daemons(timeout_s=5.0)
+        assert ours.wait(5) == -9
+        assert other.poll() is None
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.communicate()
+
+
+def test_no_writable_place_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> str:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(sockets.tempfile, "mkdtemp", full)
+    with pytest.raises(DaemonError, match="Set TMPDIR"):
+        SocketDirectory.create()
