@@ -21,12 +21,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.network.addresses import normalise_initial_peers
 
 Check = Callable[[str, Any], Any]
 
 #: the run's name is part of DHT keys and of log lines
 RUN_ID_MAX_CHARS = 100
-_CODEC_METHODS = ("compress", "extract", "estimate_compression_ratio")
 _show = reprlib.Repr()
 _show.maxstring = _show.maxother = 80
 
@@ -122,8 +122,6 @@ def texts(name: str, value: object) -> tuple[str, ...]:
 
 def addresses(name: str, value: object) -> tuple[str, ...]:
     """Multiaddresses as texts: a comma-separated text, or a list of texts or of objects that print as one."""
-    from lightning_hivemind.network.addresses import normalise_initial_peers
-
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
         fix = "give a list of multiaddresses, or one text with commas between them"
         raise refusal(name, value, f"a {type(value).__name__} is not a list of addresses", fix)
@@ -142,14 +140,10 @@ def tensors(name: str, value: object) -> tuple[torch.Tensor, ...]:
 
 
 def codec(name: str, value: object) -> Any:
-    """Looks like a codec of hivemind or of this package; the engine maps it (``lightning_hivemind.codecs``)."""
-    if isinstance(value, type):
-        raise refusal(name, value, "is a class, not a codec", f"add (): {value.__name__}()")
-    missing = [method for method in _CODEC_METHODS if not callable(getattr(value, method, None))]
-    if missing:
-        fix = "give a codec, such as lightning_hivemind.codecs.Float16Compression()"
-        raise refusal(name, value, f"a {type(value).__name__} is not a codec (it has no {missing[0]}())", fix)
-    return value
+    """A codec, as the one to encode with: this package's own where hivemind's was given. Imports hivemind."""
+    from lightning_hivemind.codecs import map_codec
+
+    return map_codec(value, name)
 
 
 def factory(name: str, value: object) -> Callable[..., Any]:

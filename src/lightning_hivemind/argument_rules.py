@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hivemind.argument_checks import refusal
+from lightning_hivemind.network.addresses import check_announced, check_listened, check_peers
 
 _KNOWN = "leave it away: the strategy knows it"
 #: keywords of hivemind's averagers that a user may set through ``averager_opts``
@@ -202,8 +203,6 @@ def _timeouts(values: Values) -> None:
 
 def _addresses(values: Values, peers_from: str) -> None:
     """Each address can work where it stands; raises AddressError otherwise."""
-    from lightning_hivemind.network.addresses import check_announced, check_listened, check_peers
-
     check_peers(peers_from, values["initial_peers"])
     check_peers("trusted_relays", values["trusted_relays"])
     check_listened("host_maddrs", values["host_maddrs"] or ())

@@ -19,16 +19,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hivemind import argument_checks as check
 from lightning_hivemind import argument_rules as rules
-
-if TYPE_CHECKING:
-    from lightning_hivemind.network.settings import NetworkSettings
+from lightning_hivemind.network.settings import NetworkSettings
 
 ENGINES = ("hivemind",)
 PEERS_VARIABLE = "INITIAL_PEERS"
@@ -130,7 +128,8 @@ class Arguments:
 
     # -- what is sent, and how --------------------------------------------------------------------------------------
     grad_compression: Any = _argument(None, check.optional(check.codec))
-    """Codec of gradients; ``None`` sends them as they are. Give a coarser one if rounds are limited by bandwidth."""
+    """Codec of gradients, from ``lightning_hivemind.codecs``; ``None`` sends them as they are. Give a coarser one if rounds
+    are limited by bandwidth."""
 
     state_averaging_compression: Any = _argument(None, check.optional(check.codec))
     """Codec of parameters, statistics and extra tensors when they are averaged. Losses here stay in the parameters."""
@@ -243,9 +242,7 @@ class Arguments:
         return None if self.events_file is None else Path(self.events_file.replace("{pid}", str(os.getpid())))
 
     def network_settings(self) -> NetworkSettings:
-        """The part of these arguments that the network needs. Imports hivemind's network code."""
-        from lightning_hivemind.network.settings import NetworkSettings
-
+        """The part of these arguments that the network needs."""
         return NetworkSettings(
             run_id=self.run_id,
             initial_peers=self.initial_peers,

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from lightning_hivemind import argument_rules
 from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.codecs import Float16Compression
 from lightning_hivemind.errors import ArgumentError, LightningHivemindError
 
 PEER = "/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -70,12 +71,6 @@ def create(target_batch_size: Any = 64, environ: dict[str, str] | None = None, *
 
 def ready_scheduler() -> ExponentialLR:
     return ExponentialLR(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1), gamma=0.9)
-
-
-class FakeCodec:
-    def compress(self) -> None: ...
-    def extract(self) -> None: ...
-    def estimate_compression_ratio(self) -> None: ...
 
 
 @pytest.mark.parametrize(("name", "default"), PUBLISHED_DEFAULTS.items())
@@ -136,8 +131,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"average_opt_statistics": [1]}, "contains 1, a int; give a list of texts"),
     ({"extra_tensors": torch.zeros(1)}, "give a list, such as [tensor]"),
     ({"extra_tensors": [1.0]}, "contains a float; give tensors only"),
-    ({"grad_compression": FakeCodec}, "is a class, not a codec; add (): FakeCodec()"),
-    ({"grad_compression": "float16"}, "a str is not a codec (it has no compress()); give a codec, such as"),
+    ({"grad_compression": Float16Compression}, "is a class, not a codec; add (): Float16Compression()"),
+    ({"grad_compression": "float16"}, "a str is not a codec; give one, such as"),
     ({"load_state_compression": 8}, "load_state_compression=8: a int is not a codec"),
     ({"state_averaging_compression": "x"}, "state_averaging_compression='x': a str is not a codec"),
     ({"grad_averager_factory": 32}, "a int cannot be called; give a callable, such as functools.partial(PowerSGD"),
@@ -173,7 +168,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_local_updates": True, "delay_grad_averaging": True}, "leave it away, or set use_local_updates=False"),
     ({"use_local_updates": True, "delay_optimizer_step": True}, "leave it away, or set use_local_updates=False"),
     ({"use_local_updates": True, "offload_optimizer": True}, "leave it away, or set use_local_updates=False"),
-    ({"use_local_updates": True, "grad_compression": FakeCodec()}, "leave it away, or set use_local_updates=False"),
+    (
+        {"use_local_updates": True, "grad_compression": Float16Compression()},
+        "leave it away, or set use_local_updates=False",
+    ),
     ({"use_local_updates": True, "grad_averager_factory": dict}, "leave it away, or set use_local_updates=False"),
     # auxiliary peers
     ({"auxiliary": True, "client_mode": True, "initial_peers": PEER}, "set client_mode=False or auxiliary=False"),
@@ -214,7 +212,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"delay_state_averaging": True, "offload_optimizer": False, "scheduler_fn": ready_scheduler()},
     {"scheduler_fn": ready_scheduler()},
     {"offload_optimizer": True, "scheduler_fn": functools.partial(ExponentialLR, gamma=0.9)},
-    {"use_local_updates": True, "delay_state_averaging": True, "state_averaging_compression": FakeCodec()},
+    {"use_local_updates": True, "delay_state_averaging": True, "state_averaging_compression": Float16Compression()},
     {"auxiliary": True, "use_local_updates": True},
     {"client_mode": True, "use_ipfs": True},
     {"client_mode": True, "initial_peers": [PEER]},
@@ -263,6 +261,14 @@ def test_a_copy_is_equal_and_as_read_only(duplicate: Any) -> None:
     assert twin == create(averager_opts={"target_group_size": 4})
     with pytest.raises(TypeError):
         twin.averager_opts["target_group_size"] = 6
+
+
+def test_codecs_of_hivemind_become_ours_at_any_depth() -> None:
+    stock = pytest.importorskip("hivemind.compression")
+    given = stock.SizeAdaptiveCompression(
+        threshold=9, less=stock.NoCompression(), greater_equal=stock.Float16Compression()
+    )
+    assert type(create(grad_compression=given).grad_compression.greater_equal) is Float16Compression
 
 
 def test_a_changed_copy_is_checked_again() -> None:

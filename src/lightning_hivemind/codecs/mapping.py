@@ -10,11 +10,11 @@ from typing import Any
 import hivemind.compression as stock
 from hivemind.compression import serialization
 
-from lightning_hivemind.argument_checks import codec, refusal
 from lightning_hivemind.codecs.blockwise import BlockwiseQuantization
 from lightning_hivemind.codecs.floating import Float16Compression, ScaledFloat16Compression
 from lightning_hivemind.codecs.quantile import Quantile8BitQuantization
 from lightning_hivemind.codecs.uniform import Uniform8BitQuantization
+from lightning_hivemind.errors import ArgumentError
 
 _OURS: dict[type, type] = {
     stock.Float16Compression: Float16Compression,
@@ -45,7 +45,13 @@ def map_codec(obj: Any, name: str = "compression") -> stock.CompressionBase:
     """
     if obj is None:
         return stock.NoCompression()
-    codec(name, obj)
+    if isinstance(obj, type):
+        raise ArgumentError(f"{name}={obj.__name__}: is a class, not a codec; add (): {obj.__name__}()")
+    if not isinstance(obj, stock.CompressionBase):
+        raise ArgumentError(
+            f"{name}={obj!r}: a {type(obj).__name__} is not a codec; give one, such as "
+            "lightning_hivemind.codecs.Float16Compression()"
+        )
     if isinstance(obj, stock.SizeAdaptiveCompression):
         return _with(
             obj,
@@ -63,8 +69,10 @@ def map_codec(obj: Any, name: str = "compression") -> stock.CompressionBase:
             )
         return _with(obj, tensor_compressions=[map_codec(one, f"{name}[{i}]") for i, one in enumerate(given)])
     if isinstance(obj, stock.BlockwiseQuantization) and importlib.util.find_spec("bitsandbytes") is None:
-        fix = "pip install bitsandbytes on every peer, or use Uniform8BitQuantization()"
-        raise refusal(name, obj, "needs the package bitsandbytes, which is not installed", fix)
+        raise ArgumentError(
+            f"{name}=BlockwiseQuantization(): needs the package bitsandbytes, which is not installed; "
+            "pip install bitsandbytes on every peer, or use Uniform8BitQuantization()"
+        )
     ours = _OURS.get(type(obj))
     return obj if ours is None else _with(ours(), **vars(obj))
 
