@@ -128,8 +128,8 @@ class Arguments:
 
     # -- what is sent, and how --------------------------------------------------------------------------------------
     grad_compression: Any = _argument(None, check.optional(check.codec))
-    """Codec of gradients, from ``lightning_hivemind.codecs``; ``None`` sends them as they are. Give a coarser one if rounds
-    are limited by bandwidth."""
+    """Codec of gradients, from ``lightning_hivemind.codecs``; ``None`` sends them as they are. Give a coarser one
+    if rounds are limited by bandwidth."""
 
     state_averaging_compression: Any = _argument(None, check.optional(check.codec))
     """Codec of parameters, statistics and extra tensors when they are averaged. Losses here stay in the parameters."""

@@ -21,9 +21,9 @@ class Quantile8BitQuantization(CodebookCodec, hivemind.compression.Quantile8BitQ
     """
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
-        borders = _quantiles(values.numpy())
-        if not np.isfinite(borders).all():
+        if not torch.isfinite(values).all():
             raise refuse_unquantizable(self)
+        borders = _quantiles(values.numpy())
         return torch.bucketize(values, torch.from_numpy(borders[1:-1]))
 
 
