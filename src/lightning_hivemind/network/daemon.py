@@ -29,6 +29,7 @@ from lightning_hivemind.network.identity import check_identity, without_self
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
 from lightning_hivemind.network.sockets import SocketDirectory
+from lightning_hivemind.network.tasks import keep_tasks_alive
 
 log = logging.getLogger("lightning_hivemind")
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class PeerDHT(hivemind.DHT):  # type: ignore[misc] # hivemind has no types
     def run(self) -> None:
         """The DHT process."""
         settle_child(self._parent_pid, cleanup=self._clean_up)
+        keep_tasks_alive()
         signal.signal(signal.SIGTERM, self._terminated)
         P2P._UNIX_SOCKET_PREFIX = self._sockets.maddr_prefix
         # P2P.create's check that an identity is free starts another daemon, with the default timeout of 15 s.

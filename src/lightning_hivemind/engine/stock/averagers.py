@@ -22,6 +22,7 @@ from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 
 from lightning_hivemind.network.lifetime import settle_child
+from lightning_hivemind.network.tasks import keep_tasks_alive
 
 DONOR_WAIT_S = 10.0
 
@@ -52,6 +53,7 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
 
     def run(self) -> None:
         settle_child(self._parent_pid)
+        keep_tasks_alive()
         super().run()
 
     def ask_to_shut_down(self) -> None:

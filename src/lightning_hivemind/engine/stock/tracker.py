@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from hivemind.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
-from hivemind.utils import ValueWithExpiration
+from hivemind.utils import ValueWithExpiration, get_dht_time
+
+log = logging.getLogger("lightning_hivemind")
 
 
 class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no types
@@ -44,6 +47,25 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         """
         found = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout_s)
         self.global_progress = self._parse_swarm_progress_data(found.value if found is not None else None)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop, and take this peer's report back, so that the others stop counting on it at once."""
+        self.shutdown_triggered.set()
+        self.should_report_progress.set()
+        self.global_state_updated.set()
+        self.shutdown_complete.wait(timeout)
+        withdrawn = self.dht.store(
+            self.training_progress_key,
+            subkey=self._local_public_key,
+            value=None,
+            expiration_time=get_dht_time() + self.metadata_expiration,
+            return_future=True,
+        )
+        # the future is awaited for its own sake, too: the DHT process fails on one that was dropped
+        try:
+            withdrawn.result(timeout)
+        except Exception as error:
+            log.debug("the last report could not be withdrawn: %r", error)
 
     def _parse_swarm_progress_data(self, metadata: Any) -> Any:
         records = dict(metadata) if isinstance(metadata, dict) else {}
