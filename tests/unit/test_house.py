@@ -22,12 +22,13 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"_version"},
     {"errors"},
-    {"events"},
+    {"events", "lightning_twins", "platform"},
     {"codecs", "network"},
     {"arguments"},  # above network: it hands out the settings that network declares
     {"engine"},
     {"training", "peer", "optim"},
     {"strategy"},
+    {"registry"},
     {"cli", "monitor", "simulation"},
 ]
 HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}

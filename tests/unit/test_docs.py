@@ -1,0 +1,63 @@
+"""Every Python block in the documentation and the README is run; those marked ``notest`` are only compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import lightning_hivemind
+from lightning_hivemind import errors, events
+from lightning_hivemind.arguments import Arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path: Path) -> list[tuple[str, bool]]:
+    """(code, whether it can be run) of each Python block of a page."""
+    return [(match[2], match[1] is None) for match in BLOCK.finditer(path.read_text(encoding="utf-8"))]
+
+
+WITH_CODE = [path for path in PAGES if blocks(path)]
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_code_in_the_documentation_runs(path: Path, tmp_path: Path) -> None:
+    script = [f"import sys; sys.path.insert(0, {str(Path(lightning_hivemind.__file__).parents[1])!r})"]
+    for code, runs in blocks(path):
+        compile(code, str(path), "exec")
+        if runs and "trainer.fit" not in code:
+            script.append(f"exec(compile({code!r}, {path.name!r}, 'exec'), {{}})")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(script)], cwd=tmp_path, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_is_code_to_run() -> None:
+    assert len(WITH_CODE) >= 9
+
+
+def test_the_reference_lists_every_argument_event_and_error() -> None:
+    text = generated_reference()
+    arguments = {one.name for one in fields(Arguments) if "check" in one.metadata} | {"target_batch_size"}
+    missing = [name for name in arguments if f" - ``{name}``" not in text]
+    missing += [one.__name__ for one in events.Event.__subclasses__() if f"events.{one.__name__}\n" not in text]
+    missing += [name for name, one in vars(errors).items() if isinstance(one, type) and f"errors.{name}(" not in text]
+    assert not missing
+
+
+def generated_reference() -> str:
+    spec = importlib.util.spec_from_file_location("reference_text", ROOT / "docs" / "_ext" / "reference_text.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return "\n".join([*module.arguments_text(), *module.events_text(), *module.errors_text()]) + "\n"
