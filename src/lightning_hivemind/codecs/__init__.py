@@ -33,6 +33,7 @@ from hivemind.compression import (
 )
 from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
 
+from lightning_hivemind.codecs import powersgd
 from lightning_hivemind.codecs.blockwise import BlockwiseQuantization
 from lightning_hivemind.codecs.floating import Float16Compression, ScaledFloat16Compression
 from lightning_hivemind.codecs.mapping import install, map_codec
@@ -40,6 +41,7 @@ from lightning_hivemind.codecs.quantile import Quantile8BitQuantization
 from lightning_hivemind.codecs.uniform import Uniform8BitQuantization
 
 install()
+powersgd.install()
 
 __all__ = [
     "BlockwiseQuantization",
