@@ -32,9 +32,9 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=20,
+        max_steps=30,
         max_epochs=-1,
-        strategy=HivemindStrategy(target_batch_size=1024, run_id="tutorial"),
+        strategy=HivemindStrategy(target_batch_size=32768, run_id="tutorial"),
     )
     trainer.fit(Classifier(), loader)
 
