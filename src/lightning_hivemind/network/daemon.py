@@ -40,6 +40,8 @@ _CALL_TIMEOUT_S = 10.0
 #: A peer that is joined may itself be starting, or be too busy to answer one ping: pauses before further attempts.
 _JOIN_PAUSES_S = (1.0, 3.0)
 _LOG_BYTES = 64 * 1024
+#: After SIGTERM to a whole process group, how long to see whether the trainer is ended by it, too.
+_SHARED_END_S = 0.4
 
 
 class PeerDHT(hivemind.DHT):  # type: ignore[misc] # hivemind has no types
@@ -77,7 +79,11 @@ class PeerDHT(hivemind.DHT):  # type: ignore[misc] # hivemind has no types
             P2P._UNIX_SOCKET_PREFIX = before
 
     def _terminated(self, *_: object) -> None:
-        self._clean_up()
+        self._sockets.kill_daemons(timeout_s=1.0)
+        deadline = time.monotonic() + _SHARED_END_S
+        while os.getppid() == self._parent_pid and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._sockets.remove()
         os._exit(128 + signal.SIGTERM)
 
     def _clean_up(self) -> None:
@@ -118,6 +124,7 @@ class PeerNetwork:
         try:
             self._join(self._sockets, peers, began)
             self._peer_id, self._daemon_pid, addresses = self._call(_describe)
+            self._sockets.note_listener()
         except BaseException:
             self.shutdown()
             raise
@@ -160,7 +167,7 @@ class PeerNetwork:
             return False
         return True
 
-    def shutdown(self, timeout_s: float = 10.0) -> None:
+    def shutdown(self, timeout_s: float = 5.0) -> None:
         """Leave the network and stop everything, within ``timeout_s``: politely, then SIGTERM, then SIGKILL.
 
         Afterwards no process, socket or port is left. Safe to call twice, and after a failed start.
@@ -301,10 +308,10 @@ def _stop(dht: PeerDHT, timeout_s: float) -> None:
     asking.join(0.7 * timeout_s)
     if dht.is_alive():
         dht.terminate()
-        dht.join(0.1 * timeout_s)
+        dht.join(0.15 * timeout_s)
     if dht.is_alive():
         dht.kill()
-        dht.join(0.2 * timeout_s)
+        dht.join(0.1 * timeout_s)
 
 
 def _ask_to_stop(dht: PeerDHT) -> None:

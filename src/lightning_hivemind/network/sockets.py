@@ -2,6 +2,9 @@
 
 hivemind puts its sockets into ``/tmp`` and leaves some of them behind. In a directory of their own they can be removed
 as one, and the processes that belong to a peer can be told from all others by that directory on their command line.
+
+One more is made by Python's multiprocessing, in ``/tmp/pymp-...``, as soon as hivemind sends a future to a child: the
+trainer passes file descriptors over it. It serves the trainer for its whole life, so it goes only when that has died.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import stat
 import subprocess
 import tempfile
 import time
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 from lightning_hivemind.errors import DaemonError
@@ -21,6 +25,7 @@ from lightning_hivemind.errors import DaemonError
 _PREFIX = "lhm-"
 _LOCK = "lock"
 _LOG = "p2pd.log"
+_LISTENER = "listener"
 #: sun_path holds 104 bytes on macOS (108 on Linux); the longest name hivemind puts here has 26.
 _LONGEST_DIRECTORY = 104 - 28
 #: A directory younger than this may belong to a peer that is just being started.
@@ -32,6 +37,7 @@ class SocketDirectory:
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
+        self._owner_pid = os.getpid()
         self._lock: int | None = lock
 
     @classmethod
@@ -94,8 +100,19 @@ class SocketDirectory:
                 return
             time.sleep(0.01)
 
+    def note_listener(self) -> None:
+        """Write down where this process passes file descriptors, so that it can be removed when it was killed."""
+        address = getattr(resource_sharer._resource_sharer, "_address", None)  # type: ignore[attr-defined]
+        if isinstance(address, str):
+            (self.path / _LISTENER).write_text(address, encoding="utf-8")
+
     def remove(self) -> None:
-        """Remove it with all sockets in it; safe to call twice, and from several processes at once."""
+        """Remove it with all sockets in it. Safe to call twice, and from several children of its maker at once.
+
+        Called from a child whose parent, the maker, is gone, it also removes that one's multiprocessing socket.
+        """
+        if self._owner_pid not in (os.getpid(), os.getppid()):
+            _remove_listener(self.path)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def release(self) -> None:
@@ -120,11 +137,24 @@ def _remove_stale(parent: Path) -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_listener(path)
             shutil.rmtree(path, ignore_errors=True)
         except BlockingIOError:
             continue
         finally:
             os.close(lock)
+
+
+def _remove_listener(directory: Path) -> None:
+    """Remove the dead maker's multiprocessing socket, and the directory that held it if nothing else is there."""
+    try:
+        listener = Path((directory / _LISTENER).read_text(encoding="utf-8"))
+        if listener.name.startswith("listener-") and stat.S_ISSOCK(listener.lstat().st_mode):
+            listener.unlink()
+            if listener.parent.name.startswith("pymp-"):
+                listener.parent.rmdir()
+    except OSError:  # never made, removed by another child meanwhile, or the directory is still in use
+        return
 
 
 def _commands() -> list[tuple[int, str]]:

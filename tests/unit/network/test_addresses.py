@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,11 +93,9 @@ def test_impossible_addresses_are_refused_with_the_part_that_is_wrong(text: str,
 
 
 @given(st.text(max_size=80))
-def test_any_text_is_parsed_or_refused_with_an_address_error(text: str) -> None:
-    try:
+def test_any_text_that_is_no_address_is_refused_with_an_address_error(text: str) -> None:
+    with pytest.raises(AddressError, match=re.escape(repr(text))):  # Hypothesis does not come upon a good one
         check_peers("initial_peers", [text])
-    except AddressError as error:
-        assert repr(text) in str(error)
 
 
 def test_a_peer_id_that_was_not_copied_whole_is_refused() -> None:
@@ -208,7 +208,7 @@ def test_initial_peers_are_read_from_strings_and_lists_as_people_write_them(
 
 def test_settings_refuse_what_cannot_work_when_they_are_made() -> None:
     NetworkSettings(run_id="r", initial_peers=(full("ip4/8.8.8.8"),), host_maddrs=("/ip4/0.0.0.0/tcp/0",))
-    with pytest.raises(AddressError, match="initial_peers='8.8.8.8:1'"):
+    with pytest.raises(AddressError, match=r"initial_peers='8\.8\.8\.8:1'"):
         NetworkSettings(run_id="r", initial_peers=("8.8.8.8:1",))
     with pytest.raises(AddressError, match="trusted_relays="):
         NetworkSettings(run_id="r", trusted_relays=("/ip4/8.8.8.8/tcp/1",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from concurrent.futures import Future
@@ -220,32 +221,25 @@ def test_times_that_make_live_peers_disappear_are_refused(dht: MemoryDHT) -> Non
         PeerRecords(dht, "run", ID_A, refresh_s=5.0, expiration_s=8.0)
 
 
-plain = st.recursive(
+scalars = (
     st.none()
     | st.booleans()
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False)
     | st.text(max_size=10)
-    | st.binary(max_size=10),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
+    | st.binary(max_size=10)
 )
+flat = st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=5), scalars, max_size=3)
+plain = scalars | flat | st.lists(flat, max_size=3) | st.dictionaries(st.text(max_size=5), flat, max_size=3)
 
 
 @settings(max_examples=100)
 @given(st.dictionaries(st.text(max_size=8), plain, max_size=4))
 def test_unpacking_gives_what_was_packed(record: dict[str, object]) -> None:
-    try:
-        packed = pack_record(record)
-    except ArgumentError as error:
-        assert "nested deeper" in str(error)
-        return
-    assert unpack_record(packed) == record
+    assert unpack_record(pack_record(record)) == record
 
 
 @given(st.binary(max_size=200))
 def test_unpacking_any_bytes_gives_a_record_or_a_value_error(packed: bytes) -> None:
-    try:
+    with contextlib.suppress(ValueError):
         assert isinstance(unpack_record(packed), dict)
-    except ValueError:
-        pass

@@ -114,3 +114,34 @@ def test_no_writable_place_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sockets.tempfile, "mkdtemp", full)
     with pytest.raises(DaemonError, match="Set TMPDIR"):
         SocketDirectory.create()
+
+
+def test_the_multiprocessing_socket_of_a_dead_maker_is_removed_with_its_directory(tmp_path: Path) -> None:
+    code = """
+import multiprocessing as mp, os, pickle, signal
+from multiprocessing import reduction, resource_sharer
+from lightning_hivemind.network.sockets import SocketDirectory
+directory = SocketDirectory.create()
+reduction.ForkingPickler.dumps(mp.Pipe()[0])  # what sending a future does
+directory.note_listener()
+if os.fork() == 0:
+    directory.remove()  # the maker lives: its socket stays
+    os._exit(0)
+os.wait()
+assert os.path.exists(resource_sharer._resource_sharer._address) and not directory.path.exists()
+directory.path.mkdir()
+directory.note_listener()
+print(directory.path, resource_sharer._resource_sharer._address, flush=True)
+if os.fork() == 0:
+    while os.getppid() == directory._owner_pid:
+        pass
+    directory.remove()
+    os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    directory, listener = map(Path, done.stdout.strip().splitlines()[-1].split())
+    deadline = time.monotonic() + 10
+    while directory.exists() or listener.parent.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,82 @@
+"""A whole peer but for the training: network, records, invitation. A script as a user's would be, for tests.
+
+    [INITIAL_PEERS=...] python network_peer.py [--run-id RUN] [--loopback]
+
+Writes one line of JSON per step to standard output, and the peers that it sees whenever they change. Ends when
+standard input says "stop" or is closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from lightning_hivemind.events import Event, EventBus
+from lightning_hivemind.network.addresses import normalise_initial_peers
+from lightning_hivemind.network.daemon import PeerNetwork
+from lightning_hivemind.network.invitation import invitation
+from lightning_hivemind.network.records import PeerRecords
+from lightning_hivemind.network.settings import NetworkSettings
+
+
+def say(step: str, **values: Any) -> None:
+    print(json.dumps({"step": step, **values}), flush=True)
+
+
+def forward(event: Event) -> None:
+    say("event", **event.as_dict())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-id", default="test run")
+    parser.add_argument("--loopback", action="store_true")
+    options = parser.parse_args()
+    bus = EventBus()
+    bus.subscribe(forward)
+    settings = NetworkSettings(
+        run_id=options.run_id,
+        initial_peers=normalise_initial_peers(os.environ.get("INITIAL_PEERS")),
+        host_maddrs=("/ip4/127.0.0.1/tcp/0",) if options.loopback else None,
+    )
+    network = PeerNetwork(settings, bus)
+    network.start()
+    text = invitation(network.visible_addresses(), argv=sys.orig_argv, executable=sys.executable, environ=os.environ)
+    say(
+        "up",
+        pid=os.getpid(),
+        dht_pid=network.dht.pid,
+        daemon_pids=network.sockets.daemon_pids(),
+        directory=str(network.sockets.path),
+        peer_id=network.peer_id,
+        addresses=network.visible_addresses(),
+        invitation=text,
+    )
+    records = PeerRecords(network.dht, options.run_id, network.peer_id, refresh_s=0.2, expiration_s=5.0)
+    records.publish(pid=os.getpid())
+    stopped = threading.Event()
+    threading.Thread(target=lambda: (wait_for_stop(), stopped.set()), daemon=True).start()
+    seen: dict[str, Any] = {}
+    while not stopped.wait(0.1):
+        if records.read() != seen:
+            seen = records.read()
+            say("sees", records=seen)
+    began = time.monotonic()
+    records.close()
+    network.shutdown()
+    say("down", duration_s=time.monotonic() - began)
+
+
+def wait_for_stop() -> None:
+    for line in sys.stdin:
+        if line.strip() == "stop":
+            return
+
+
+if __name__ == "__main__":
+    main()
