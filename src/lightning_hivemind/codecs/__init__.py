@@ -9,7 +9,7 @@ because hivemind 1.1.12
 - turns one NaN into a message that is NaN everywhere, and so into NaN at every peer of the round;
 - fails at empty tensors, and at integers and bfloat16 in its half formats (BatchNorm's counter is an integer); clips
   Adam's step counter at 65504 when it is downloaded in half precision;
-- decodes in place, into memory that belongs to the message; loses the mean where it may encode in place.
+- loses the mean where it is allowed to encode in place.
 
 A bound on numpy would cure the first only, and would hold back everything else in the user's environment. The wire
 format is hivemind's public promise, so codecs of our own are the smallest change that cures all of it.
