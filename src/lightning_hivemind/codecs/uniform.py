@@ -17,7 +17,8 @@ class Uniform8BitQuantization(CodebookCodec, hivemind.compression.Uniform8BitQua
     """One byte per value. What is decoded is the mean of all values in the same bucket, so sums are kept.
 
     Error: at most one bucket, 6/256 of the standard deviation, for values within 2.9 standard deviations of the mean;
-    values further out share the outermost buckets. A constant tensor is exact, and one whose deviation is below 1e-36 counts as constant.
+    values further out share the outermost buckets. A constant tensor is exact, and one
+    whose deviation is below 1e-36 counts as constant.
     """
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
