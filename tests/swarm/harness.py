@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from swarm.processes import Footprint, descendants, footprint, state_of, still_there, wait_until
 from swarm.spec import PeerSpec
 
@@ -78,7 +79,7 @@ class Zygotes:
         zygote = self._running.get(flavour)
         if zygote is None:
             here = Path(__file__).resolve().parents[1]
-            roots = [str(here), str(here.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            roots = [str(here), *filter(None, [os.environ.get("PYTHONPATH")]), str(here.parent / "src")]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"}
             zygote = subprocess.Popen(
                 [sys.executable, "-m", "swarm.zygote", flavour],
@@ -138,6 +139,11 @@ class Peer:
         """By epoch. An epoch that the peer skipped (it took the swarm's state) is missing."""
         keys = Commit.__dataclass_fields__
         return {r["epoch"]: Commit(**{k: r[k] for k in keys}) for r in self.said("commit")}
+
+    def parameters(self, epoch: int) -> np.ndarray:
+        """All parameters in one float64 vector, as they were when the commit of ``epoch`` was recorded."""
+        flat: np.ndarray = np.load(self.folder / f"parameters_{epoch}.npy")
+        return flat
 
     @property
     def output(self) -> str:

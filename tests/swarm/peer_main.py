@@ -66,8 +66,11 @@ class Ledger:
         kind = type(event).__name__
         if kind == "EpochCommitted":
             self._close(event.epoch)
-        elif kind == "BatchDropped":
-            self.lost.append(self.pending.pop())
+        elif kind == "BatchDropped":  # the newest batch, and with reused buffers those before it
+            dropped = 0
+            while dropped < event.samples:
+                dropped += len(self.pending[-1])
+                self.lost.append(self.pending.pop())
         elif kind == "RoundMissed":
             self.lost += self.pending
             self.pending = []
@@ -86,6 +89,12 @@ def digest_of(model: torch.nn.Module) -> str:
         found.update(name.encode())
         found.update(parameter.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def save_parameters(spec: PeerSpec, model: torch.nn.Module, epoch: int) -> None:
+    """For the tests that compare within a tolerance; see ``Peer.parameters``."""
+    flat = torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()])
+    np.save(Path(spec.folder) / f"parameters_{epoch}.npy", flat.numpy())
 
 
 def packages(spec: PeerSpec) -> ModuleType:
@@ -160,6 +169,7 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
     # weights_only=False: the checkpoints of these tests are our own
     more = {"weights_only": False} if spec.ckpt_path else {}
     trainer.fit(model, loader, validation, ckpt_path=spec.ckpt_path, **more)
+    save_parameters(spec, model, -1)
     if spec.free.get("save_to"):
         trainer.save_checkpoint(spec.free["save_to"])
     recorder.write("finished", **summary(trainer, strategy, model))
@@ -168,13 +178,16 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
 
 def summary(trainer: Any, strategy: Any, model: Any) -> dict[str, Any]:
     epoch = trainer.global_step if strategy is None else strategy.global_epoch
+    extra = [] if strategy is None else [tensor.tolist() for tensor in strategy.arguments.extra_tensors]
     return {
+        "extra_tensors": extra,
+        "zero_grad": [name for name in ("zero_grad", "optimizer_zero_grad") if name in vars(model)],
         "global_step": trainer.global_step,
         "epoch": epoch,
         "current_epoch": trainer.current_epoch,
         "digest": digest_of(model),
         "batches": model.batches_seen,
-        "state": str(trainer.state.status),
+        "state": str(trainer.state.status.value),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
 
@@ -189,14 +202,25 @@ class BeforeBatch:
 
     def __call__(self, batch: dict[str, Any]) -> None:
         spec, number = self._spec, self._number
-        if number == 0 and spec.barrier:
+        if number == spec.free.get("barrier_batch", 1) and spec.barrier:
             self._recorder.write("at_barrier", num_peers=self._strategy.num_peers)
             wait(lambda: (Path(spec.folder) / "go").exists(), "the test lets this peer go")
-            wait(lambda: self._strategy.num_peers >= spec.min_peers, f"{spec.min_peers} peers are seen")
+            wait(self._sees_all, f"{spec.min_peers} peers are seen")
         self._number += 1
+        if "metric" in spec.free:
+            value, samples = spec.free["metric"]
+            self._recorder.write("metric", value=self._strategy.swarm_mean("metric", value, samples))
+        if "record_scale" in spec.free:
+            self._recorder.write("scale", value=self._strategy.precision_plugin.scaler.get_scale())
+        if number == 1 and "extra_value" in spec.free:
+            self._strategy.arguments.extra_tensors[0].fill_(spec.free["extra_value"])
         self._ledger.take(batch["index"].tolist())
         if spec.delay_s and number >= spec.delay_from_batch:
             pause(spec.delay_s)
+
+    def _sees_all(self) -> bool:
+        self._strategy._running().engine._count_peers()  # TODO B1
+        return bool(self._strategy.num_peers >= self._spec.min_peers)
 
 
 def wait(condition: Any, what: str) -> None:
@@ -235,6 +259,11 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
 
         def write(self, event: str, trainer: Any, model: Any, epoch: int) -> None:
             samples, lost = ledger.of_epoch.get(epoch, ([], []))
+            if "record_state" in spec.free and trainer.optimizers:
+                found = [state.get(spec.free["record_state"]) for state in trainer.optimizers[0].state.values()]
+                total = sum(float(tensor.double().sum()) for tensor in found if tensor is not None)
+                recorder.write("optimizer_state", epoch=epoch, sum=total)
+            save_parameters(spec, model, epoch)
             recorder.write(
                 event,
                 epoch=epoch,

@@ -66,7 +66,7 @@ def test_a_detached_grandchild_is_found_and_ended(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(strategy=None, scenario="swarm.scenarios:leak"))
     wait_until(lambda: peer.exit_code == 0, timeout_s=20, what="the leaking peer ends")
     (left,) = descendants(peer.supervisor)
-    with pytest.raises(PeerFailed, match="left behind .*sleep"):
+    with pytest.raises(PeerFailed, match=r"left behind .*sleep"):
         peer.assert_clean(timeout_s=0.5)
     peer.close()
     assert state_of(left) == ""

@@ -87,7 +87,7 @@ def _become_peer(job: dict[str, Any], libc: ctypes.CDLL) -> None:
     os.dup2(output, 2)
     os.close(null)
     os.close(output)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     for name, value in job["env"].items():
         if value is None:

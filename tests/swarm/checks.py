@@ -1,0 +1,49 @@
+"""What holds in every run, whatever the test is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from swarm.harness import Peer
+from swarm.replay import distance
+
+
+def assert_ledger(peers: Iterable[Peer]) -> None:
+    """Each commit's count of samples is that of the batches which the peer gave, and no sample is in two steps."""
+    for peer in peers:
+        seen: list[int] = []
+        for event in peer.said("EpochCommitted"):
+            commit = peer.commits.get(event["epoch"])
+            assert commit is not None, f"{peer.name}: epoch {event['epoch']} was committed but not recorded"
+            assert event["samples"] == len(commit.indices), f"{peer.name}, epoch {commit.epoch}"
+            seen += commit.indices
+        if len(seen) <= peer.spec.data_samples:  # within one pass over the data
+            assert len(seen) == len(set(seen)), f"{peer.name} used a sample twice"
+
+
+def assert_complete(peers: Sequence[Peer], epochs: Iterable[int]) -> None:
+    """In these epochs every peer's gradient reached every peer, whole."""
+    for peer in peers:
+        incomplete = [e for e in peer.said("RoundIncomplete") if e["epoch"] in epochs or e["epoch"] + 1 in epochs]
+        assert not incomplete, f"{peer.name}: {incomplete}"
+        for epoch in epochs:
+            (event,) = peer.said("EpochCommitted", epoch=epoch)
+            assert (event["contributors"], event["fraction"]) == (len(peers), 1.0), f"{peer.name}: {event}"
+
+
+def assert_in_step(peers: Sequence[Peer], epochs: Iterable[int], *, within: float = 1e-6) -> None:
+    """After each of these epochs the peers' parameters are equal, up to a relative ``within``."""
+    first, *others = peers
+    for epoch in epochs:
+        for other in others:
+            apart = distance(other.parameters(epoch), first.parameters(epoch))
+            assert apart <= within, f"epoch {epoch}: {other.name} is {apart:.2e} from {first.name}"
+
+
+def together(peers: Sequence[Peer]) -> list[int]:
+    """Epochs that all these peers committed with all the others in them."""
+    sets = []
+    for peer in peers:
+        events = peer.said("EpochCommitted", contributors=len(peers), fraction=1.0)
+        sets.append({event["epoch"] for event in events})
+    return sorted(set.intersection(*sets))

@@ -1,0 +1,49 @@
+"""One process that takes the very samples which a swarm's peers recorded for each step: what the swarm must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from swarm.harness import Peer
+from swarm.models import Numbered, make_net, make_optimizer, make_scheduler
+from torch.nn.functional import mse_loss
+
+Clip = Callable[[list[torch.Tensor]], object]
+
+
+def replay(peers: Sequence[Peer], steps: int, *, clip: Clip | None = None) -> dict[int, np.ndarray]:
+    """Parameters after each step of a run with the peers' recorded samples as one batch, by step.
+
+    ``clip`` gets the parameters when their gradients are in place. Fails if a peer has no record of a step.
+    """
+    options: dict[str, Any] = peers[0].spec.model
+    net = make_net(**{key: options[key] for key in ("width", "norm", "seed") if key in options})
+    optimizer = make_optimizer(net.parameters(), options.get("optimizer", "sgd"), options.get("lr", 0.05))
+    scheduler = make_scheduler(optimizer, options["scheduler"]) if "scheduler" in options else None
+    data = Numbered(peers[0].spec.data_samples)
+    found = {0: flat(net)}
+    for step in range(1, steps + 1):
+        indices = [index for peer in peers for index in peer.commits[step].indices]
+        batch = data.rows(indices)
+        optimizer.zero_grad()
+        (mse_loss(net(batch["x"]), batch["y"]) * options.get("scale_loss", 1.0)).backward()
+        if clip is not None:
+            clip(list(net.parameters()))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        found[step] = flat(net)
+    return found
+
+
+def flat(net: torch.nn.Module) -> np.ndarray:
+    """All parameters as one float64 vector."""
+    return torch.cat([p.detach().double().flatten() for p in net.parameters()]).numpy()
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Relative: norm of the difference over the norm of the second."""
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))

@@ -1,0 +1,155 @@
+"""Arguments that change how a peer takes part, each with two real peers."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
+from swarm.harness import START_S, Swarm
+from swarm.replay import distance, replay
+
+pytestmark = pytest.mark.swarm
+
+
+def test_local_updates_step_at_every_batch_and_parameters_are_averaged(swarm: Swarm) -> None:
+    peers = swarm.start(2, strategy={"use_local_updates": True}, trainer={"max_steps": 3}, delay_s=0.05)
+    swarm.finish()
+    epochs = together(peers)
+    assert len(epochs) >= 2
+    assert_in_step(peers, epochs, within=1e-5)
+    # each peer went its own way in between: with averaged gradients the distance to the replay would be 1e-7
+    assert distance(peers[0].parameters(epochs[-1]), replay(peers, epochs[-1])[epochs[-1]]) > 1e-4
+
+
+def test_an_auxiliary_peer_helps_and_contributes_nothing(swarm: Swarm) -> None:
+    (trainer,) = swarm.start(1, together=False, hold_at=[1], trainer={"max_steps": 4}, delay_s=0.05)
+    trainer.wait_for("holding", epoch=1)
+    (helper,) = swarm.start(1, together=False, strategy={"auxiliary": True}, trainer={"max_steps": -1})
+    trainer.release(1)
+    event = helper.wait_for("EpochCommitted")
+    swarm.finish(trainer)
+    assert helper.said("BatchAccumulated") == []
+    assert all(e["samples"] == 0 for e in helper.said("EpochCommitted"))
+    assert event["contributors"] == 1, "a helper's gradient is in no step"
+    expected = replay([trainer], 4)
+    assert distance(trainer.parameters(4), expected[4]) < 1e-6
+
+
+def test_a_client_averages_though_it_accepts_no_connections(swarm: Swarm) -> None:
+    peers = swarm.start(2, peers=[{}, {"strategy": {"client_mode": True}}], trainer={"max_steps": 3}, delay_s=0.02)
+    ports = peers[1].look().ports
+    swarm.finish()
+    assert not [port for port in ports if port[0].startswith("tcp")], "a client listens on nothing"
+    assert_complete(peers, [1, 2, 3])
+    assert_in_step(peers, [1, 2, 3])
+    assert_ledger(peers)
+
+
+def test_options_of_the_averagers_reach_both(swarm: Swarm) -> None:
+    """With groups of three or more only, two peers must fail to average gradients *and* state, visibly."""
+    peers = swarm.start(
+        2, strategy={"averager_opts": {"min_group_size": 3}}, trainer={"max_steps": 1}, delay_s=0.02
+    )
+    swarm.finish()
+    for peer in peers:
+        assert {event["kind"] for event in peer.said("RoundIncomplete")} == {"gradients", "state"}
+
+
+def test_a_fixed_group_size_is_kept(swarm: Swarm) -> None:
+    peers = swarm.start(
+        2, strategy={"averager_opts": {"target_group_size": 2}}, trainer={"max_steps": 2}, delay_s=0.02
+    )
+    swarm.finish()
+    assert_complete(peers, [1, 2])
+
+
+def test_statistics_of_the_optimizer_are_averaged_when_asked_for(swarm: Swarm) -> None:
+    """Two peers with local updates have unequal momenta; averaged, the momenta are equal after a state round."""
+    peers = swarm.start(
+        2,
+        strategy={"use_local_updates": True, "average_opt_statistics": ["momentum_buffer"]},
+        model={"optimizer": "momentum"},
+        trainer={"max_steps": 2},
+        free={"record_state": "momentum_buffer"},
+        delay_s=0.05,
+    )
+    swarm.finish()
+    epoch = together(peers)[-1]
+    one, other = (peer.said("optimizer_state", epoch=epoch)[0]["sum"] for peer in peers)
+    assert one == pytest.approx(other, rel=1e-4)
+    assert one != 0.0
+
+
+def test_extra_tensors_are_averaged_and_handed_to_joiners(swarm: Swarm) -> None:
+    peers = swarm.start(
+        2,
+        peers=[{"free": {"extra_value": 1.0}}, {"free": {"extra_value": 3.0}}],
+        strategy_code={"extra_tensors": "[torch.zeros(3)]"},
+        trainer={"max_steps": 2},
+        hold_at=[2],
+        delay_s=0.02,
+    )
+    for peer in peers:
+        peer.wait_for("holding", epoch=2)
+    (late,) = swarm.start(
+        1, together=False, strategy_code={"extra_tensors": "[torch.zeros(3)]"}, trainer={"max_steps": 2}
+    )
+    late.wait_for("StateLoaded", timeout_s=START_S)
+    for peer in peers:
+        peer.release(2)
+    swarm.finish()
+    for peer in (*peers, late):
+        assert peer.said("finished")[0]["extra_tensors"] == [pytest.approx([2.0, 2.0, 2.0], abs=1e-5)], peer.name
+
+
+def test_state_is_averaged_every_nth_epoch_only(swarm: Swarm) -> None:
+    """Seen with local updates, where peers are equal after a state round and at no other time."""
+    peers = swarm.start(
+        2,
+        strategy={"average_state_every": 2, "use_local_updates": True},
+        trainer={"max_steps": 4},
+        delay_s=0.05,
+    )
+    swarm.finish()
+    common = set(peers[0].commits) & set(peers[1].commits)
+    apart = {e: distance(peers[0].parameters(e), peers[1].parameters(e)) for e in sorted(common - {0})}
+    assert {e for e in apart if apart[e] < 1e-5} == {e for e in apart if e % 2 == 0}, apart
+    assert any(e % 2 for e in apart), "no odd epoch was recorded on both peers"
+
+
+def test_verbose_reports_internal_events(swarm: Swarm) -> None:
+    loud, quiet = swarm.start(
+        2, peers=[{"strategy": {"verbose": True}}, {}], trainer={"max_steps": 1}, delay_s=0.02
+    )
+    swarm.finish()
+    assert "BatchAccumulated" in loud.output
+    assert "BatchAccumulated" not in quiet.output
+
+
+def test_an_identity_file_keeps_the_peer_id(swarm: Swarm) -> None:
+    strategy = {"identity_path": str(swarm.folder / "identity")}
+    ids = []
+    for _ in range(2):
+        (peer,) = swarm.start(1, together=False, strategy=strategy, trainer={"max_steps": 1}, joins_itself=True)
+        swarm.finish(peer)
+        ids.append(peer.said("PeerStarted")[0]["peer_id"])
+    (other,) = swarm.start(1, together=False, trainer={"max_steps": 1}, joins_itself=True)
+    swarm.finish(other)
+    assert ids[0] == ids[1] != other.said("PeerStarted")[0]["peer_id"]
+
+
+def test_a_peer_listens_and_announces_where_it_is_told(swarm: Swarm) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    strategy = {
+        "host_maddrs": [f"/ip4/127.0.0.1/tcp/{port}"],
+        "announce_maddrs": [f"/dns4/localhost/tcp/{port}"],
+    }
+    (founder,) = swarm.start(1, together=False, strategy=strategy, hold_at=[1])
+    founder.wait_for("holding")
+    addresses = founder.said("PeerStarted")[0]["addresses"]
+    assert {("tcp", port)} == {p for p in founder.look().ports if p[0].startswith("tcp")}
+    assert [a.split("/p2p/")[0] for a in addresses] == [f"/dns4/localhost/tcp/{port}"]
+    (joiner,) = swarm.start(1, together=False, trainer={"max_steps": 2}, hold_at=[1])
+    joiner.wait_for("StateLoaded", epoch=1, timeout_s=START_S)

@@ -1,0 +1,346 @@
+"""Starting and joining in this process: what is waited for, what is refused and why, and that it can be done again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hivemind")
+
+import hivemind.hivemind_cli
+from hivemind.p2p import p2p_daemon
+
+from lightning_hivemind.errors import DaemonError, JoinError
+from lightning_hivemind.events import Event, EventBus, PeerStarted, Waiting
+from lightning_hivemind.network import daemon
+from lightning_hivemind.network.daemon import PeerNetwork
+from lightning_hivemind.network.records import PeerRecords
+from lightning_hivemind.network.settings import NetworkSettings
+from swarm.processes import descendants, state_of
+
+pytestmark = pytest.mark.swarm
+
+P2PD = str(Path(hivemind.hivemind_cli.__file__).parent / "p2pd")
+STRANGER = "12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ"
+
+
+class Bench:
+    """Makes networks on loopback, and stops those that a test leaves running."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._open: list[PeerNetwork] = []
+
+    def network(self, *join: PeerNetwork, **options: Any) -> PeerNetwork:
+        bus = EventBus()
+        bus.subscribe(self.events.append)
+        if join:
+            options["initial_peers"] = tuple(address for one in join for address in one.visible_addresses())
+        options.setdefault("host_maddrs", ("/ip4/127.0.0.1/tcp/0",))
+        self._open.append(PeerNetwork(NetworkSettings(run_id="run", **options), bus))
+        return self._open[-1]
+
+    def close(self) -> None:
+        for network in self._open:
+            network.shutdown()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """Also checks that a test, however it went, left no child process and no socket directory."""
+    before, before_dirs = set(descendants(os.getpid())), set(Path("/tmp").glob("lhm-*"))
+    # torch's helper for shared memory is started once, and lives as long as this process
+    one = Bench()
+    yield one
+    one.close()
+    left = [pid for pid in set(descendants(os.getpid())) - before if not _is_shared_memory_helper(pid)]
+    assert not left
+    assert not [path for path in set(Path("/tmp").glob("lhm-*")) - before_dirs if _made_here(path)]
+
+
+def _is_shared_memory_helper(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"torch_shm_manager" in Path(f"/proc/{pid}/cmdline").read_bytes() or state_of(pid) in ("", "Z")
+    return True
+
+
+def _made_here(path: Path) -> bool:
+    """Other tests of other processes may run beside this one: theirs are locked."""
+    import fcntl
+
+    try:
+        lock = os.open(path / "lock", os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def wrapper(folder: Path, body: str) -> Path:
+    """A program that stands in for p2pd; ``body`` is Python that has ``start()`` to become the real one."""
+    path = folder / "p2pd-wrapper"
+    path.write_text(
+        f"#!{sys.executable}\nimport os, sys, time\n"
+        f"def start(): os.execv({P2PD!r}, [{P2PD!r}, *sys.argv[1:]])\n{body}\n"
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def use_daemon(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setattr(p2p_daemon, "path", lambda *_: contextlib.nullcontext(path))
+
+
+def test_two_peers_see_each_others_records_until_one_leaves(bench: Bench) -> None:
+    first = bench.network()
+    first.start()
+    second = bench.network(first)
+    second.start()
+    records = [PeerRecords(one.dht, "run", one.peer_id) for one in (first, second)]
+    for number, one in enumerate(records):
+        one.publish(number=number)
+        assert one.refresh(20.0)
+    everything = {first.peer_id: {"number": 0}, second.peer_id: {"number": 1}}
+    for one in records:
+        assert one.refresh(20.0)
+        assert one.read() == everything
+    records[1].close()
+    assert records[0].refresh(20.0)
+    assert records[0].read() == {first.peer_id: {"number": 0}}
+    records[0].close()
+    started = [event for event in bench.events if isinstance(event, PeerStarted)]
+    assert [event.peer_id for event in started] == [first.peer_id, second.peer_id]
+    assert started[0].addresses == first.visible_addresses()
+    assert all(address.endswith(f"/p2p/{first.peer_id}") for address in started[0].addresses)
+
+
+def test_it_can_be_stopped_and_started_again_and_used_only_in_between(bench: Bench) -> None:
+    network = bench.network()
+    with pytest.raises(DaemonError, match=r"call start\(\) first"):
+        _ = network.dht
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    for _ in range(2):
+        network.start()
+        dht = network.dht
+        network.start()
+        assert network.dht is dht
+        assert network.is_alive()
+        (pid,) = network.sockets.daemon_pids()
+        directory = network.sockets.path
+        ports = [int(address.split("/")[4]) for address in network.visible_addresses()]
+        network.shutdown()
+        network.shutdown()
+        assert not network.is_alive()
+        assert state_of(pid) == ""
+        assert state_of(dht.pid) == ""
+        assert not directory.exists()
+        for port in ports:
+            with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 5):
+                pass
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == handlers
+
+
+def test_by_default_it_listens_on_all_interfaces_by_tcp_and_quic(bench: Bench) -> None:
+    network = bench.network(host_maddrs=None)
+    network.start()
+    addresses = network.visible_addresses()
+    assert any("/tcp/" in address for address in addresses)
+    assert any("/quic-v1/" in address for address in addresses)
+
+
+def test_a_client_joins_listens_nowhere_and_is_not_asked_by_others(bench: Bench) -> None:
+    first = bench.network()
+    first.start()
+    client = bench.network(first, client_mode=True, host_maddrs=None)
+    client.start()
+    assert client.dht.client_mode is True
+    assert client.visible_addresses() == []
+    records = [PeerRecords(one.dht, "run", one.peer_id) for one in (client, first)]
+    records[0].publish(client=True)
+    assert records[0].refresh(20.0)
+    assert records[1].refresh(20.0)
+    assert records[1].read() == {client.peer_id: {"client": True}}
+    for one in records:
+        one.close()
+    assert client.peer_id not in first.dht.run_coroutine(known_peers)
+
+
+async def known_peers(_dht: hivemind.DHT, node: Any) -> list[str]:
+    return [peer.to_base58() for peer in node.protocol.routing_table.uid_to_peer_id.values()]
+
+
+def test_a_slow_daemon_is_waited_for_and_reported(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = tmp_path / "released"
+    body = f"while not os.path.exists({str(released)!r}): time.sleep(0.02)\nstart()"
+    use_daemon(monkeypatch, wrapper(tmp_path, body))
+    monkeypatch.setattr(daemon, "_WAITING_EVERY_S", 0.2)
+    network = bench.network()
+    waiting = threading.Event()
+
+    def release(event: Event) -> None:
+        if isinstance(event, Waiting) and len([e for e in bench.events if isinstance(e, Waiting)]) >= 2:
+            released.touch()
+            waiting.set()
+
+    network._events.subscribe(release)
+    network.start()
+    assert waiting.is_set()
+    assert network.is_alive()
+    said = [event for event in bench.events if isinstance(event, Waiting)]
+    assert said[0].limit_s == 120.0
+    assert 0.2 <= said[0].elapsed_s < said[1].elapsed_s
+
+
+def test_a_daemon_that_never_starts_is_given_up_with_its_last_words(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_daemon(monkeypatch, wrapper(tmp_path, "print('still thinking', flush=True)\ntime.sleep(600)"))
+    began = time.monotonic()
+    with pytest.raises(DaemonError, match=r"(?s)startup_timeout=3.*still thinking"):
+        bench.network(startup_timeout=3.0).start()
+    assert time.monotonic() - began < 15.0
+
+
+def test_a_daemon_that_dies_while_starting_is_reported_with_its_last_words(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_daemon(monkeypatch, wrapper(tmp_path, "print('panic: no memory', flush=True)\nsys.exit(2)"))
+    with pytest.raises(DaemonError, match="panic: no memory"):
+        bench.network().start()
+
+
+def test_a_dht_process_that_is_killed_while_starting_is_noticed(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_daemon(monkeypatch, wrapper(tmp_path, "os.kill(os.getppid(), 9)\ntime.sleep(600)"))
+    with pytest.raises(DaemonError, match=r"exit code -9"):
+        bench.network().start()
+
+
+def test_a_missing_daemon_binary_is_said(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_daemon(monkeypatch, tmp_path / "no-such-p2pd")
+    with pytest.raises(DaemonError, match="p2pd binary not found"):
+        bench.network().start()
+
+
+def test_dead_initial_peers_are_named_with_what_is_wrong_at_each(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "_JOIN_PAUSES_S", (0.1,))
+    other = bench.network()
+    other.start()
+    port = int(other.visible_addresses()[0].split("/")[4])
+    refused = f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}"
+    elsewhere = f"/ip4/127.0.0.1/tcp/{port}/p2p/{STRANGER}"
+    with pytest.raises(JoinError) as caught:
+        bench.network(initial_peers=(refused, elsewhere)).start()
+    message = str(caught.value)
+    assert "None of the 2 initial_peers answered" in message
+    assert f"{refused}: refused: nothing listens at this port" in message
+    assert f"{elsewhere}: a program listens there, but not as this peer" in message
+
+
+def test_one_live_peer_among_dead_ones_is_enough(bench: Bench) -> None:
+    first = bench.network()
+    first.start()
+    peers = (f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}", *first.visible_addresses())
+    bench.network(initial_peers=peers).start()
+
+
+def test_a_peer_that_comes_up_late_is_joined(bench: Bench, tmp_path: Path) -> None:
+    probe = socket.create_server(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+    probe.close()
+    identity = str(tmp_path / "key")
+    first = bench.network(identity_path=identity, host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
+    first.start()
+    address = first.visible_addresses()
+    first.shutdown()
+    second = bench.network(initial_peers=tuple(address))
+    restart = threading.Timer(0.5, lambda: None)
+    errors: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            second.start()
+        except BaseException as error:
+            errors.append(error)
+
+    restart.cancel()
+    joining = threading.Thread(target=join)
+    joining.start()
+    first.start()
+    joining.join(60.0)
+    assert not joining.is_alive()
+    assert not errors
+    assert second.is_alive()
+
+
+def test_the_identity_makes_the_peer_id_and_two_live_peers_cannot_share_it(bench: Bench, tmp_path: Path) -> None:
+    path = str(tmp_path / "key")
+    first = bench.network()
+    first.start()
+    second = bench.network(first, identity_path=path)
+    second.start()
+    peer_id = second.peer_id
+    with pytest.raises(DaemonError, match="another live peer uses this identity"):
+        bench.network(first, identity_path=path).start()
+    second.shutdown()
+    third = bench.network(first, identity_path=path)
+    third.start()
+    assert third.peer_id == peer_id
+
+
+def test_a_peer_told_to_join_only_itself_is_the_first(bench: Bench, tmp_path: Path) -> None:
+    network = bench.network(identity_path=str(tmp_path / "key"))
+    network.start()
+    own = tuple(network.visible_addresses())
+    network.shutdown()
+    again = bench.network(identity_path=str(tmp_path / "key"), initial_peers=own)
+    again.start()
+    assert again.is_alive()
+
+
+def test_unusable_identity_files_are_refused_before_anything_starts(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(DaemonError, match=r"the directory '.*/missing' does not exist"):
+        bench.network(identity_path=str(tmp_path / "missing" / "key")).start()
+    with pytest.raises(DaemonError, match="is a directory"):
+        bench.network(identity_path=str(tmp_path)).start()
+    (tmp_path / "text").write_text("not a key")
+    with pytest.raises(DaemonError, match="holds no libp2p private key"):
+        bench.network(identity_path=str(tmp_path / "text")).start()
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on(bench: Bench) -> None:
+    with pytest.raises(DaemonError, match=r"(?s)host_maddrs=.*203\.0\.113\.7.*cannot assign requested address"):
+        bench.network(host_maddrs=("/ip4/203.0.113.7/tcp/0",)).start()
+
+
+def test_the_death_of_the_daemon_is_seen(bench: Bench) -> None:
+    network = bench.network()
+    network.start()
+    (pid,) = network.sockets.daemon_pids()
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10.0
+    while network.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    network.shutdown()

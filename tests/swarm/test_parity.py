@@ -1,0 +1,49 @@
+"""Training in a swarm is training: one peer equals a plain Trainer, two peers equal the large batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from swarm.checks import assert_complete, assert_in_step, assert_ledger
+from swarm.harness import Swarm
+from swarm.replay import distance, replay
+
+pytestmark = pytest.mark.swarm
+STEPS = 50
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_one_peer_is_a_plain_trainer_bit_for_bit(swarm: Swarm, optimizer: str, batches: int) -> None:
+    """``target_batch_size`` of so many batches is ``accumulate_grad_batches`` of as many."""
+    common = {
+        "model": {"optimizer": optimizer, "lr": 0.01, "scheduler": "exponential"},
+        "batch_size": 8,
+        "trainer": {"max_steps": STEPS},
+    }
+    (peer,) = swarm.start(1, together=False, strategy={"target_batch_size": 8 * batches}, **common)
+    accumulating = {**common, "trainer": {"max_steps": STEPS, "accumulate_grad_batches": batches}}
+    plain = swarm.plain(**accumulating)
+    swarm.finish()
+    assert sorted(peer.commits) == sorted(plain.commits) == list(range(STEPS + 1))
+    ours, theirs = ([c.digest for c in one.commits.values()] for one in (peer, plain))
+    different = [step for step in range(STEPS + 1) if ours[step] != theirs[step]]
+    assert not different, f"first different step: {different[0]}"
+    assert [c.lr for c in peer.commits.values()] == [c.lr for c in plain.commits.values()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_two_peers_are_one_process_with_the_samples_of_both(swarm: Swarm, optimizer: str) -> None:
+    """Within 1e-5 relative after 50 steps; the reference takes the samples that each step recorded."""
+    peers = swarm.start(
+        2, model={"optimizer": optimizer, "lr": 0.01}, trainer={"max_steps": STEPS}, delay_s=0.01, data_samples=8192
+    )
+    swarm.finish(timeout_s=150)
+    assert_complete(peers, range(1, STEPS + 1))
+    assert_ledger(peers)
+    expected = replay(peers, STEPS)
+    for peer in peers:
+        assert np.isfinite(peer.parameters(STEPS)).all()
+        assert distance(peer.parameters(STEPS), expected[STEPS]) < 1e-5
+    assert distance(expected[STEPS], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
+    assert_in_step(peers, [STEPS])

@@ -1,0 +1,235 @@
+"""What Lightning's words mean in a swarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm.checks import assert_complete, assert_in_step, assert_ledger
+from swarm.harness import START_S, Peer, Swarm
+from swarm.replay import distance, replay
+from swarm.spec import PeerSpec
+
+pytestmark = pytest.mark.swarm
+
+
+def alone(swarm: Swarm, **fields: Any) -> Peer:
+    """One peer, run to its end; target of two batches unless said otherwise."""
+    fields["strategy"] = {"target_batch_size": 16, **fields.get("strategy", {})}
+    (peer,) = swarm.start(1, together=False, **fields)
+    swarm.finish(peer)
+    return peer
+
+
+def refused(swarm: Swarm, **fields: Any) -> str:
+    """The message with which a run is refused before anything was started."""
+    peer = swarm.launch(PeerSpec(**fields))
+    error = peer.wait_for("raised", timeout_s=START_S)
+    assert error["kind"] == "ArgumentError", error["trace"]
+    assert not peer.said("PeerStarted"), "the network was started for nothing"
+    peer.wait_exit(code=1)
+    return str(error["text"])
+
+
+def test_global_step_counts_global_steps(swarm: Swarm) -> None:
+    peer = alone(swarm, trainer={"max_steps": 3})
+    assert [(c.epoch, c.global_step) for c in peer.commits.values()] == [(k, k) for k in range(4)]
+    assert peer.said("finished")[0]["batches"] == 6
+
+
+def test_max_steps_ends_all_peers_at_the_same_step_though_one_is_slower(swarm: Swarm) -> None:
+    peers = swarm.start(2, peers=[{"delay_s": 0.02}, {"delay_s": 0.1}], trainer={"max_steps": 3})
+    swarm.finish()
+    assert [peer.said("finished")[0]["global_step"] for peer in peers] == [3, 3]
+    assert_complete(peers, [1, 2, 3])
+    assert_ledger(peers)
+
+
+def test_max_epochs_counts_passes_over_this_peers_own_data(swarm: Swarm) -> None:
+    peer = alone(swarm, trainer={"max_steps": -1, "max_epochs": 2}, data_samples=64)
+    finished = peer.said("finished")[0]
+    assert (finished["current_epoch"], finished["batches"], finished["global_step"]) == (2, 16, 8)
+
+
+def test_val_check_interval_counts_this_peers_batches(swarm: Swarm) -> None:
+    peer = alone(swarm, trainer={"max_steps": 6, "val_check_interval": 4, "num_sanity_val_steps": 0})
+    assert [v["batch"] for v in peer.said("validated")] == [4, 8, 12]
+    assert [v["global_step"] for v in peer.said("validated")] == [2, 4, 6]
+
+
+def test_validation_of_a_delayed_run_sees_the_committed_step(swarm: Swarm) -> None:
+    delays = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
+    peer = alone(
+        swarm, strategy=delays, trainer={"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    )
+    expected = replay([peer], 1)
+    first = peer.said("validated")[0]
+    assert first["epoch"] == 1
+    assert first["digest"] != peer.commits[0].digest
+    assert distance(expected[1], expected[0]) > 1e-4
+
+
+def test_early_stopping_on_one_peer_stops_both_at_the_same_epoch(swarm: Swarm) -> None:
+    stopping = "[pl.callbacks.EarlyStopping('val_loss', patience=1)]"
+    trainer = {"max_steps": -1, "val_check_interval": 3}
+    first, second = swarm.start(
+        2,
+        peers=[{"trainer_code": {"callbacks": stopping}, "model": {"monitor_values": [1.0, 1.0, 2.0, 3.0]}}, {}],
+        trainer=trainer,
+        delay_s=0.05,
+    )
+    swarm.finish()
+    ends = [peer.said("finished")[0] for peer in (first, second)]
+    assert ends[0]["epoch"] == ends[1]["epoch"] == max(first.commits) == max(second.commits)
+    assert first.said("StopRequested", by_this_peer=True)
+    assert second.said("StopRequested", by_this_peer=False)
+
+
+def test_checkpoints_are_written_every_n_global_steps(swarm: Swarm) -> None:
+    code = "[pl.callbacks.ModelCheckpoint(Path(spec.folder) / 'kept', every_n_train_steps=2, save_top_k=-1)]"
+    peer = alone(
+        swarm, trainer={"max_steps": 5, "enable_checkpointing": True}, trainer_code={"callbacks": code}
+    )
+    files = sorted((peer.folder / "kept").glob("*.ckpt"))
+    steps = [torch.load(path, weights_only=False)["global_step"] for path in files]
+    assert steps == [2, 4]
+
+
+def test_the_learning_rate_monitor_sees_one_rate_per_global_step(swarm: Swarm) -> None:
+    peer = alone(
+        swarm,
+        model={"scheduler": "exponential"},
+        trainer={"max_steps": 4, "log_every_n_steps": 1},
+        trainer_code={
+            "callbacks": "[pl.callbacks.LearningRateMonitor('step')]",
+            "logger": "pl.loggers.CSVLogger(spec.folder, name='csv', version=0)",
+        },
+    )
+    lines = (peer.folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    column = lines[0].split(",").index("lr-SGD")
+    rates = sorted({float(line.split(",")[column]) for line in lines[1:] if line.split(",")[column]}, reverse=True)
+    assert rates[:4] == pytest.approx([0.05 * 0.9**k for k in range(4)])
+    assert [c.lr for c in peer.commits.values()] == pytest.approx([0.05 * 0.9**k for k in range(5)])
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_scheduler_advances_once_per_global_step(swarm: Swarm, interval: str) -> None:
+    peers = swarm.start(
+        2, model={"scheduler": "exponential", "interval": interval}, trainer={"max_steps": 3}, delay_s=0.02
+    )
+    swarm.finish()
+    for peer in peers:
+        assert [peer.commits[k].lr for k in range(4)] == pytest.approx([0.05 * 0.9**k for k in range(4)])
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_acts_on_the_averaged_gradient(swarm: Swarm, algorithm: str) -> None:
+    """Steep loss, so that every gradient is clipped: clipped before averaging, the peers' mean would be another."""
+    limit = 0.1 if algorithm == "norm" else 0.005
+    peers = swarm.start(
+        2,
+        model={"scale_loss": 100.0},
+        trainer={"max_steps": 3, "gradient_clip_val": limit, "gradient_clip_algorithm": algorithm},
+        delay_s=0.02,
+    )
+    swarm.finish()
+    assert_complete(peers, [1, 2, 3])
+    clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
+    expected = replay(peers, 3, clip=lambda parameters: clip(parameters, limit))
+    for peer in peers:
+        assert distance(peer.parameters(3), expected[3]) < 1e-5
+    assert_in_step(peers, [1, 2, 3])
+
+
+def test_accumulate_grad_batches_is_refused_with_the_fix(swarm: Swarm) -> None:
+    text = refused(swarm, trainer={"accumulate_grad_batches": 2})
+    assert "accumulate_grad_batches=2" in text
+    assert "target_batch_size" in text
+
+
+def test_a_gradient_accumulation_scheduler_is_refused(swarm: Swarm) -> None:
+    code = "[pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})]"
+    assert "target_batch_size" in refused(swarm, trainer_code={"callbacks": code})
+
+
+def test_several_optimizers_are_refused(swarm: Swarm) -> None:
+    assert "optimizer" in refused(swarm, model={"optimizers": 2})
+
+
+def test_reduce_on_plateau_is_refused(swarm: Swarm) -> None:
+    assert "ReduceLROnPlateau" in refused(swarm, model={"scheduler": "plateau"})
+
+
+def test_several_devices_are_refused(swarm: Swarm) -> None:
+    assert "devices" in refused(swarm, trainer={"devices": 2})
+
+
+def test_the_smaller_last_batch_counts_what_it_holds(swarm: Swarm) -> None:
+    """20 samples in batches of 8: 8, 8, 4. A step weighs samples, not batches."""
+    peer = alone(swarm, strategy={"target_batch_size": 20}, trainer={"max_steps": 3}, data_samples=20)
+    assert [[len(b) for b in peer.commits[k].samples] for k in (1, 2, 3)] == [[8, 8, 4]] * 3
+    assert_ledger([peer])
+    assert distance(peer.parameters(3), replay([peer], 3)[3]) < 1e-6
+
+
+def test_unequal_batches_of_two_peers_weigh_as_many_samples_as_they_hold(swarm: Swarm) -> None:
+    peers = swarm.start(
+        2, peers=[{"batch_size": 4}, {"batch_size": 12}], trainer={"max_steps": 3}, delay_s=0.03
+    )
+    swarm.finish()
+    assert_complete(peers, [1, 2, 3])
+    assert_ledger(peers)
+    assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
+
+
+def test_a_swarm_metric_is_weighted_by_samples(swarm: Swarm) -> None:
+    """Two peers publish 1.0 over 10 and 4.0 over 30 samples; both then read 3.25."""
+    peers = swarm.start(
+        2,
+        peers=[{"free": {"metric": [1.0, 10]}}, {"free": {"metric": [4.0, 30]}}],
+        trainer={"max_steps": -1},
+        delay_s=0.05,
+    )
+    for peer in peers:
+        peer.wait_for("metric", value=3.25)
+
+
+def test_a_non_finite_gradient_drops_that_batch_only(swarm: Swarm) -> None:
+    peer = alone(swarm, model={"nan_at": [2]}, trainer={"max_steps": 3})
+    (dropped,) = peer.said("BatchDropped")
+    assert (dropped["samples"], dropped["reason"]) == (8, "non-finite gradient")
+    assert sum(len(commit.lost) for commit in peer.commits.values()) == 1
+    assert_ledger([peer])
+    assert distance(peer.parameters(3), replay([peer], 3)[3]) < 1e-6
+
+
+def test_a_peer_with_non_finite_gradients_does_not_spoil_the_swarm(swarm: Swarm) -> None:
+    peers = swarm.start(
+        2, peers=[{}, {"model": {"nan_at": [2, 3]}}], trainer={"max_steps": 3}, delay_s=0.02
+    )
+    swarm.finish()
+    assert len(peers[1].said("BatchDropped")) == 2
+    assert not peers[0].said("BatchDropped")
+    assert_ledger(peers)
+    assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
+
+
+def test_a_batch_of_unknown_size_is_refused_with_the_fix(swarm: Swarm) -> None:
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:batch_without_size"))
+    error = peer.wait_for("raised", timeout_s=START_S)
+    assert error["kind"] == "ArgumentError", error["trace"]
+    assert "batch_size=" in error["text"]
+    peer.wait_exit(code=1)
+
+
+def test_every_peer_is_global_zero_and_writes_its_own_files(swarm: Swarm) -> None:
+    peers = swarm.start(
+        2,
+        trainer={"max_steps": 1, "log_every_n_steps": 1},
+        trainer_code={"logger": "pl.loggers.CSVLogger(spec.folder, name='csv', version=0)"},
+        delay_s=0.02,
+    )
+    swarm.finish()
+    assert all(Path(peer.folder, "csv", "version_0", "metrics.csv").exists() for peer in peers)
