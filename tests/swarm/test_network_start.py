@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -60,7 +61,6 @@ class Bench:
 def bench() -> Iterator[Bench]:
     """Also checks that a test, however it went, left no child process and no socket directory."""
     before, before_dirs = set(descendants(os.getpid())), set(Path("/tmp").glob("lhm-*"))
-    # torch's helper for shared memory is started once, and lives as long as this process
     one = Bench()
     yield one
     one.close()
@@ -70,15 +70,14 @@ def bench() -> Iterator[Bench]:
 
 
 def _is_shared_memory_helper(pid: int) -> bool:
+    """torch starts it once, and it lives as long as this process."""
     with contextlib.suppress(OSError):
         return b"torch_shm_manager" in Path(f"/proc/{pid}/cmdline").read_bytes() or state_of(pid) in ("", "Z")
     return True
 
 
 def _made_here(path: Path) -> bool:
-    """Other tests of other processes may run beside this one: theirs are locked."""
-    import fcntl
-
+    """False where a live peer of another test run holds the lock."""
     try:
         lock = os.open(path / "lock", os.O_RDWR)
     except FileNotFoundError:
@@ -241,9 +240,7 @@ def test_a_missing_daemon_binary_is_said(bench: Bench, tmp_path: Path, monkeypat
         bench.network().start()
 
 
-def test_dead_initial_peers_are_named_with_what_is_wrong_at_each(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_initial_peers_are_named_with_what_is_wrong_at_each(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon, "_JOIN_PAUSES_S", (0.1,))
     other = bench.network()
     other.start()
@@ -265,32 +262,27 @@ def test_one_live_peer_among_dead_ones_is_enough(bench: Bench) -> None:
     bench.network(initial_peers=peers).start()
 
 
-def test_a_peer_that_comes_up_late_is_joined(bench: Bench, tmp_path: Path) -> None:
-    probe = socket.create_server(("127.0.0.1", 0))
-    port = probe.getsockname()[1]
-    probe.close()
-    identity = str(tmp_path / "key")
-    first = bench.network(identity_path=identity, host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
+def test_a_peer_that_comes_up_after_the_first_attempt_is_joined(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = bench.network(identity_path=str(tmp_path / "key"), host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
     first.start()
-    address = first.visible_addresses()
+    addresses = tuple(first.visible_addresses())
     first.shutdown()
-    second = bench.network(initial_peers=tuple(address))
-    restart = threading.Timer(0.5, lambda: None)
-    errors: list[BaseException] = []
+    failures: list[BaseException] = []
+    really = daemon.diagnosis.nobody_answered
 
-    def join() -> None:
-        try:
-            second.start()
-        except BaseException as error:
-            errors.append(error)
+    def nobody_answered(error: BaseException) -> bool:
+        failures.append(error)
+        first.start()
+        return really(error)
 
-    restart.cancel()
-    joining = threading.Thread(target=join)
-    joining.start()
-    first.start()
-    joining.join(60.0)
-    assert not joining.is_alive()
-    assert not errors
+    monkeypatch.setattr(daemon.diagnosis, "nobody_answered", nobody_answered)
+    second = bench.network(initial_peers=addresses)
+    second.start()
+    assert len(failures) == 1
     assert second.is_alive()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 import hivemind.averaging.averager
 import hivemind.dht.dht
@@ -35,7 +35,7 @@ def _with_kept_tasks(switch: Callable[[], asyncio.AbstractEventLoop]) -> Callabl
             task.add_done_callback(kept.discard)
             return task
 
-        loop.set_task_factory(start)
+        loop.set_task_factory(cast(Any, start))  # its type differs between Python versions
         return loop
 
     return make_loop
