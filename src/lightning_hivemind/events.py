@@ -163,6 +163,15 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DhtSilent(Event):
+    """The DHT did not answer in time about ``what``; this peer goes on with what it knows."""
+
+    level: ClassVar[int] = logging.WARNING
+    what: str
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting(Event):
     """Something slow is still going on; said every few seconds, so that a wait is never silent."""
 

@@ -21,7 +21,7 @@ class SwarmRecords:
     """This peer's record in the DHT, and what the others' records say. Stock peers have none."""
 
     def __init__(self, arguments: Arguments, network: PeerNetwork, schema: Sequence[str]) -> None:
-        self._a, self._schema = arguments, list(schema)
+        self._a, self._schema, self._peer_id = arguments, list(schema), network.peer_id
         self._records = PeerRecords(network.dht, arguments.run_id, network.peer_id)
         self._metrics: dict[str, list[float]] = {}
 
@@ -33,7 +33,7 @@ class SwarmRecords:
         """
         self._records.refresh(LOOK_S)
         mine = self._own_schema()
-        for peer, record in self._records.read().items():
+        for peer, record in self._others().items():
             theirs = record.get("schema")
             if isinstance(theirs, dict):
                 self._compare(peer, mine, theirs)
@@ -42,7 +42,12 @@ class SwarmRecords:
     @property
     def auxiliaries(self) -> list[str]:
         """Other live peers that only help to average."""
-        return [peer for peer, record in self._records.read().items() if record.get("role") == "auxiliary"]
+        return [peer for peer, record in self._others().items() if record.get("role") == "auxiliary"]
+
+    @property
+    def peers(self) -> set[str]:
+        """Ids of all other live peers that use this package."""
+        return set(self._others())
 
     def mean(self, name: str, value: float, samples: int) -> float:
         """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples."""
@@ -51,13 +56,16 @@ class SwarmRecords:
         self._metrics[name] = [float(value), float(samples)]
         self._records.publish(metrics=dict(self._metrics))
         pairs = [(float(value), float(samples))]
-        for record in self._records.read().values():
+        for record in self._others().values():
             pairs.extend(_metric(record, name))
         weight = sum(samples for _, samples in pairs)
         return sum(v * s for v, s in pairs) / weight if weight > 0 else float(value)
 
     def close(self) -> None:
         self._records.close()
+
+    def _others(self) -> dict[str, dict[str, Any]]:
+        return {peer: record for peer, record in self._records.read().items() if peer != self._peer_id}
 
     def _own_schema(self) -> dict[str, Any]:
         prints = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]

@@ -25,6 +25,7 @@ from lightning_hivemind.network.lifetime import settle_child
 from lightning_hivemind.network.tasks import keep_tasks_alive
 
 DONOR_WAIT_S = 10.0
+DONOR_SILENCE_S = 15.0  # how long a donor may be silent; it may be in a round when it is asked
 
 
 class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind has no types
@@ -63,6 +64,10 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
 
     async def _resize_group(self, size: int) -> None:
         self._matchmaking.target_group_size = size
+
+    async def _load_state_from_peers(self, *args: Any, **kwargs: Any) -> Any:
+        self.next_chunk_timeout = DONOR_SILENCE_S  # rounds have their own copy
+        return await super()._load_state_from_peers(*args, **kwargs)
 
     async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
         self._received.value = 1.0

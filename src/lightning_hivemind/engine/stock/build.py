@@ -14,7 +14,6 @@ from hivemind.optim.state_averager import TrainingStateAverager
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.codecs import NoCompression
-from lightning_hivemind.codecs.mapping import map_codec
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.stock.averagers import checked
 from lightning_hivemind.engine.stock.state import prime_optimizer_state
@@ -104,14 +103,13 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]
 
 
 def _common(arguments: Arguments) -> dict[str, Any]:
-    chunk_timeout = arguments.next_chunk_timeout
     return {
         "client_mode": arguments.client_mode,
         "auxiliary": arguments.auxiliary,
         "min_matchmaking_time": arguments.matchmaking_time,
         "request_timeout": min(REQUEST_TIMEOUT_S, arguments.matchmaking_time / 2),
-        "allreduce_timeout": arguments.allreduce_timeout or arguments.averaging_timeout,
-        "next_chunk_timeout": chunk_timeout if chunk_timeout is not None else arguments.matchmaking_time,
+        "allreduce_timeout": arguments.allreduce_timeout,
+        "next_chunk_timeout": arguments.next_chunk_timeout,
         "shutdown_timeout": arguments.shutdown_timeout,
         "start": True,
         **(arguments.averager_opts or {}),
@@ -119,7 +117,7 @@ def _common(arguments: Arguments) -> dict[str, Any]:
 
 
 def _codec(codec: Any) -> Any:
-    return NoCompression() if codec is None else map_codec(codec)
+    return NoCompression() if codec is None else codec
 
 
 def _loglevel(arguments: Arguments) -> int:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from hivemind.p2p import PeerID
+
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
@@ -36,6 +38,7 @@ from lightning_hivemind.network.daemon import PeerNetwork
 
 ADOPT_ATTEMPTS = 10
 ADOPT_PAUSE_S = 1.0
+START_ATTEMPTS = 4
 IDLE_S = 0.2  # how long an auxiliary peer sleeps between two looks at the swarm
 
 
@@ -78,18 +81,37 @@ class StockEngine:
     def synchronise(self) -> StepOutcome:
         parts = self._require_parts()
         joins = bool(self._a.initial_peers)
-        with parts.tracker.pause_updates():
-            parts.tracker.refresh(self._a.averaging_timeout)
+        self._require_session().look_around()
         adopted = False
         if self._a.auxiliary:
             self._require_session().follow()
         elif parts.tracker.global_epoch > self.epoch or (joins and self.epoch == 0):
-            adopted = self._adopt(required=parts.tracker.global_epoch > self.epoch)
+            adopted = self._adopt_at_start()
         if not self._a.client_mode and not self._a.auxiliary:
             parts.state.allow_state_sharing = True
         self._count_peers()
         self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self._num_peers))
         return StepOutcome(epoch=self.epoch, committed=False, adopted=adopted)
+
+    def _adopt_at_start(self) -> bool:
+        """A joiner begins with the parameters that the others have, also before their first step."""
+        parts = self._require_parts()
+        for attempt in range(START_ATTEMPTS):
+            behind = parts.tracker.global_epoch > self.epoch
+            if self._adopt(required=behind):
+                return True
+            if not behind and not self._num_trainers():
+                return False
+            time.sleep(ADOPT_PAUSE_S if attempt < START_ATTEMPTS - 1 else 0.0)
+        action = "starting with this peer's own parameters; the first averaging of the state makes them equal"
+        self._events.emit(StateUnavailable(epoch=self.epoch, reason="no peer shares its state", action=action))
+        return False
+
+    def _num_trainers(self) -> int:
+        """Other live peers that train, as far as is known."""
+        records = self._records
+        ours = records.peers - set(records.auxiliaries) if records is not None else set()
+        return len(ours) + len(self._require_parts().tracker.others_since(0))
 
     def flush(self) -> None:
         if self._session is not None:
@@ -253,9 +275,7 @@ class StockEngine:
         return 1.0 if grads is None else float(grads.batch_weight(batch_samples))
 
     def _count_peers(self) -> None:
-        parts, records = self._require_parts(), self._records
-        others = len(parts.tracker.others_at(max(self.epoch - 1, 0)))
-        count = 1 + others + (len(records.auxiliaries) if records is not None else 0)
+        count = self.num_peers
         if count != self._num_peers:
             self._num_peers = count
             self._events.emit(PeersChanged(num_peers=count))
@@ -268,7 +288,10 @@ class StockEngine:
 
     @property
     def num_peers(self) -> int:
-        return self._num_peers
+        if self._parts is None or self._records is None:
+            return 1
+        reporting = {PeerID(peer).to_base58() for peer in self._parts.tracker.others_since(self.epoch - 1)}
+        return 1 + len(reporting | self._records.peers)
 
     @property
     def local_samples(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
 from lightning_hivemind.engine.stock.processes import stop_processes
 from lightning_hivemind.engine.stock.rounds import RoundResult, await_round, cancel, note
 from lightning_hivemind.engine.stock.state import install_state, settle_rates
-from lightning_hivemind.events import EventBus, RoundIncomplete
+from lightning_hivemind.events import DhtSilent, EventBus, RoundIncomplete
 
 ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
 UNDER_WAY = RoundResult(fraction=0.0)
@@ -56,6 +57,11 @@ class Session:
         self.tolerated_lag = 1 if arguments.delay_grad_averaging or arguments.use_local_updates else 0
 
     # ------------------------------------------------------------------ between rounds
+
+    def look_around(self) -> None:
+        """Read what the other peers last said of their progress."""
+        with self._parts.tracker.pause_updates():
+            self._look_around()
 
     def accumulate(self, batch_samples: int, gradient_scale: float) -> None:
         grads = self._grads
@@ -106,7 +112,7 @@ class Session:
             Missed: they ended it without this peer. Nothing was changed here.
         """
         parts = self._parts
-        with parts.tracker.pause_updates(), parts.state.lock_commit:
+        with parts.tracker.pause_updates():
             if self._a.delay_optimizer_step or self._a.delay_state_averaging:
                 self.finish_background()
             others = self._expected_others()
@@ -115,7 +121,8 @@ class Session:
             result, trigger = ALONE, None
             if parts.grads is not None:
                 result, trigger = self._gradient_phase(others)
-            result = self._step_phase(others, result, trigger)
+            with parts.state.lock_commit:
+                result = self._step_phase(others, result, trigger)
             parts.tracker.update_epoch(parts.state.local_epoch)
             if self._a.delay_grad_averaging and self._delayed_result is not None:
                 delayed, self._delayed_result = self._delayed_result, None
@@ -256,15 +263,29 @@ class Session:
     # ------------------------------------------------------------------ the others
 
     def _expected_others(self) -> set[bytes]:
-        """Peers that will come to this round: those at our epoch, and last round's members that are on their way."""
+        """Peers that will come to this round: those at our epoch, and last round's members that are on their way.
+
+        Raises:
+            Missed: the others are too far ahead for this round.
+        """
         tracker, epoch = self._parts.tracker, self._epoch
-        tracker.refresh(FRESH_S)
-        on_their_way = tracker.others_at(epoch - 1) & self._last_members
-        return tracker.others_at(epoch) | on_their_way
+        self._look_around()
+        if int(tracker.global_epoch) - epoch > self.tolerated_lag and not self._a.auxiliary:
+            raise Missed
+        here = tracker.others_at(epoch, epoch + self.tolerated_lag)
+        return here | (tracker.others_at(epoch - 1) & self._last_members)
 
     def _others_are_ahead(self, epoch: int) -> bool:
-        self._parts.tracker.refresh(FRESH_S)
+        self._look_around()
         return int(self._parts.tracker.global_epoch) > epoch
+
+    def _look_around(self) -> None:
+        """Read the others' progress; if the DHT is silent, decide with what is known."""
+        start = time.monotonic()
+        try:
+            self._parts.tracker.refresh(FRESH_S)
+        except (FutureTimeoutError, TimeoutError):
+            self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
 
     def _resize_groups(self, size: int) -> None:
         fixed = "target_group_size" in (self._a.averager_opts or {})
@@ -320,6 +341,10 @@ class Session:
                 parts.grads.reset_accumulated_grads_()
             parts.tracker.update_epoch(state.local_epoch)
             parts.tracker.report_local_progress(state.local_epoch, 0)
+            try:
+                parts.tracker.announce(FRESH_S)
+            except (FutureTimeoutError, TimeoutError):
+                self._events.emit(DhtSilent(what="this peer's progress", duration_s=FRESH_S))
         return True
 
     def follow(self) -> None:

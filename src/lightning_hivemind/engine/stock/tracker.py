@@ -35,9 +35,25 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
     def ready_to_update_epoch(self) -> bool:
         return bool(self.global_epoch > self.local_progress.epoch or self.swarm_samples >= self.target_batch_size)
 
-    def others_at(self, epoch: int) -> set[bytes]:
+    def others_at(self, *epochs: int) -> set[bytes]:
+        """Peer ids of the others whose last report was for one of ``epochs``."""
+        return {peer.peer_id for peer in self._others.values() if peer.epoch in epochs}
+
+    def others_since(self, epoch: int) -> set[bytes]:
         """Peer ids of the others whose last report was for ``epoch`` or a later one."""
         return {peer.peer_id for peer in self._others.values() if peer.epoch >= epoch}
+
+    def announce(self, timeout_s: float) -> None:
+        """Report this peer's epoch now, though it has no samples yet, so that the others expect it in their round."""
+        progress = self.local_progress
+        stored = self.dht.store(
+            key=self.training_progress_key,
+            subkey=self._local_public_key,
+            value=progress.dict(),
+            expiration_time=get_dht_time() + self.metadata_expiration,
+            return_future=True,
+        )
+        stored.result(timeout_s)
 
     def refresh(self, timeout_s: float) -> None:
         """Read the others' reports now. Call it only inside ``pause_updates``.
