@@ -26,7 +26,7 @@ from lightning_hivemind.training.session import TrainingSession
 
 if TYPE_CHECKING:
     import hivemind
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import Strategy as _Base
 
     from lightning_hivemind.network.daemon import PeerNetwork
@@ -315,7 +315,8 @@ class HivemindStrategy(_Base):
             text = invitation(
                 network.visible_addresses(), argv=sys.orig_argv, executable=sys.executable, environ=os.environ
             )
-            print(text, flush=True)
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
     def _running(self) -> TrainingSession:
         if self._session is None:

@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Publish a metric of this peer; returns the mean over the peers' latest values, weighted by samples."""
 
     def flush(self) -> None:
-        """Wait for delayed work and apply it: parameters are those of ``epoch`` afterwards (checkpoints, validation)."""
+        """Wait for delayed work and apply it: afterwards the parameters are those of ``epoch``."""
 
     def shutdown(self, timeout_s: float) -> None:
         """Leave the swarm and stop everything; safe to call twice. Takes at most ``timeout_s``."""

@@ -91,9 +91,11 @@ class SwarmRecords:
             return "Its description could not be read."
         others = [text[i : i + PRINTS] for i in range(0, len(text), PRINTS)]
         own = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
-        for line, left, right in zip(self._schema, own, others):
+        for line, left, right in zip(self._schema, own, others, strict=False):
             if left != right:
-                return f"The first parameter that differs is {line} (here); it has {len(others)} tensors, we {len(own)}."
+                return (
+                    f"The first parameter that differs is {line} (here); it has {len(others)} tensors, we {len(own)}."
+                )
         return f"It has {len(others)} trained tensors, this one has {len(own)}."
 
 

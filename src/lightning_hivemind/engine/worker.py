@@ -63,7 +63,7 @@ class Worker:
                     cancel()
                 elif cancelled_at is not None and now - cancelled_at > GRACE_S:
                     raise EngineStuckError(
-                        f"{what} did not return in {now - start:.1f} s (limit {limit_s:.1f} s) and could not be cancelled."
+                        f"{what} did not return in {now - start:.1f} s (limit {limit_s:.1f} s), nor when cancelled."
                         " Parameters are those of the last committed epoch. Restart this peer: it will take the swarm's"
                         " state. If it happens again, raise averaging_timeout or look at the other peers' connections."
                     )

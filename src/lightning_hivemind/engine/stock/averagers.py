@@ -13,7 +13,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class SampleWeighted(GradientAverager):  # type: ignore[misc]
         samples = self.local_samples_accumulated
         scale = self._anchor_batch_size / samples / self.loss_scale if samples else 0.0
         with self.get_tensors() as averaged:
-            for accumulated, target in zip(self._grad_accumulators(), averaged):
+            for accumulated, target in zip(self._grad_accumulators(), averaged, strict=True):
                 target.copy_(accumulated, non_blocking=False)
                 if scale != 1.0:
                     target.mul_(scale)
@@ -145,7 +145,7 @@ class TrainingState(TrainingStateAverager):  # type: ignore[misc]
         return result
 
 
-@lru_cache(maxsize=None)
+@cache
 def _derive(name: str, bases: tuple[type, ...]) -> type:
     return type(name, bases, {"__module__": bases[-1].__module__})
 

@@ -52,8 +52,8 @@ def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining,
 def _build_state(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Any:
     if training.rebuild_optimizer is not None:
         groups: Any = [dict(group) for group in training.optimizer.param_groups]
-        optimizer: Any = _primed(training.rebuild_optimizer) if arguments.average_opt_statistics else (
-            training.rebuild_optimizer
+        optimizer: Any = (
+            _primed(training.rebuild_optimizer) if arguments.average_opt_statistics else (training.rebuild_optimizer)
         )
     else:
         groups, optimizer = None, training.optimizer
@@ -92,7 +92,7 @@ def _build_grads(arguments: Arguments, dht: hivemind.DHT, state: Any) -> Any:
     )
     if arguments.offload_optimizer:  # the host optimizer steps on the averaged gradients where they lie
         with grads.get_tensors() as averaged:
-            for parameter, gradient in zip(optimizer_parameters(state.optimizer), averaged):
+            for parameter, gradient in zip(optimizer_parameters(state.optimizer), averaged, strict=True):
                 parameter.grad = gradient
     return grads
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from hivemind.p2p import PeerID
 
-
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
 from lightning_hivemind.engine.records import SwarmRecords
+from lightning_hivemind.engine.stock.adoption import load_local_parameters
 from lightning_hivemind.engine.stock.build import Parts, build_parts
 from lightning_hivemind.engine.stock.session import Missed, Session
 from lightning_hivemind.engine.worker import Worker
@@ -74,7 +74,7 @@ class StockEngine:
         self._restored_epoch = epoch
         with parts.tracker.pause_updates(), parts.state.lock_commit:
             parts.state.local_epoch = epoch
-            self._require_session().load_local_parameters()
+            load_local_parameters(parts.state)
             parts.tracker.update_epoch(epoch)
         self._share(epoch)
 
@@ -323,4 +323,3 @@ class StockEngine:
         if self._session is None:
             raise RuntimeError("the engine is not running: start() was not called, or shutdown() was")
         return self._session
-

@@ -21,16 +21,15 @@ from hivemind.averaging.control import StepControl
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.records import SwarmRecords
+from lightning_hivemind.engine.stock.adoption import adopt_state
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
 from lightning_hivemind.engine.stock.processes import stop_processes
 from lightning_hivemind.engine.stock.rounds import RoundResult, await_round, cancel, note
-from lightning_hivemind.engine.stock.state import install_state, settle_rates
 from lightning_hivemind.events import DhtSilent, EventBus, RoundIncomplete
 
 ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
 UNDER_WAY = RoundResult(fraction=0.0)
 FRESH_S = 5.0  # how long the DHT may take for one look before a decision
-STATE_RETRIES = 5
 
 
 class Missed(Exception):
@@ -182,7 +181,7 @@ class Session:
             self._grads.load_accumulators_into_averager_()
         else:
             with self._grads.get_tensors() as tensors:
-                for tensor, kept in zip(tensors, backup):
+                for tensor, kept in zip(tensors, backup, strict=True):
                     tensor.copy_(kept)
         self._incomplete("gradients", epoch, result, others, "stepped on this peer's own gradient")
 
@@ -252,7 +251,7 @@ class Session:
         grads, optimizer = self._grads, self._parts.state.optimizer
         if not self._a.offload_optimizer:
             with torch.no_grad(), grads.get_tensors() as averaged:
-                for parameter, gradient in zip(optimizer_parameters(optimizer), averaged):
+                for parameter, gradient in zip(optimizer_parameters(optimizer), averaged, strict=True):
                     if parameter.grad is None:
                         parameter.grad = gradient.to(parameter.device, copy=True)
                     else:
@@ -316,31 +315,14 @@ class Session:
         Raises:
             StateError: what was sent does not fit; nothing changed.
         """
-        parts, state = self._parts, self._parts.state
+        parts = self._parts
         cancel(self._grad_control)
-        self._grad_control = None
-        state.step(wait_for_delayed_updates=True)
-        with parts.tracker.pause_updates(), state.lock_commit:
-            for attempt in range(STATE_RETRIES):
-                found = state.download(float(self._a.load_state_timeout))
-                if found is None:
-                    return False
-                metadata, tensors = found
-                if isinstance(metadata.get("epoch"), int) and metadata["epoch"] < self._epoch:
-                    return False
-                epoch = install_state(state.optimizer, self._training.extra_tensors, metadata, tensors)
-                if epoch >= parts.tracker.global_epoch or attempt == STATE_RETRIES - 1 or self._should_abort():
-                    break
-                time.sleep(FRESH_S / 10)
-            state.local_epoch = max(epoch, min(epoch + 1, int(parts.tracker.global_epoch)))
-            self._training.advance_schedulers(state.local_epoch)
-            settle_rates(state.optimizer)
-            self.load_local_parameters()
-            if parts.grads is not None:
-                parts.grads.load_state_from_peers(timeout=self._a.averaging_timeout)
-                parts.grads.reset_accumulated_grads_()
-            parts.tracker.update_epoch(state.local_epoch)
-            parts.tracker.report_local_progress(state.local_epoch, 0)
+        parts.state.step(wait_for_delayed_updates=True)
+        with parts.tracker.pause_updates(), parts.state.lock_commit:
+            if not adopt_state(self._a, parts, self._training, self._should_abort):
+                return False
+            parts.tracker.update_epoch(parts.state.local_epoch)
+            parts.tracker.report_local_progress(parts.state.local_epoch, 0)
             try:
                 parts.tracker.announce(FRESH_S)
             except (FutureTimeoutError, TimeoutError):
@@ -353,18 +335,6 @@ class Session:
         with parts.tracker.pause_updates():
             parts.state.local_epoch = max(self._epoch, int(parts.tracker.global_epoch))
             parts.tracker.update_epoch(parts.state.local_epoch)
-
-    def load_local_parameters(self) -> None:
-        """Make model, host optimizer and averager hold the same parameters, those of the optimizer that steps."""
-        state = self._parts.state
-        with torch.no_grad():
-            for mine, stepped in zip(state.main_parameters, optimizer_parameters(state.optimizer)):
-                if mine is not stepped:
-                    mine.copy_(stepped)
-            with state.get_tensors() as averaged:
-                for source, target in zip(state._local_tensors(), averaged):
-                    if source.data_ptr() != target.data_ptr():
-                        target.copy_(source)
 
     # ------------------------------------------------------------------ the end
 

@@ -25,7 +25,7 @@ def prime_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     with torch.no_grad():
-        for p, (value, grad) in zip(parameters, kept):
+        for p, (value, grad) in zip(parameters, kept, strict=True):
             p.copy_(value)
             p.grad = grad
             counter = optimizer.state[p].get("step")
@@ -64,7 +64,7 @@ def install_state(
     targets = list(chain((p for group in optimizer.param_groups for p in group["params"]), extra_tensors))
     if len(tensors) < len(targets):
         raise StateError(f"a peer sent {len(tensors)} tensors, this model needs {len(targets)}: another model?")
-    for index, (mine, theirs) in enumerate(zip(targets, tensors)):
+    for index, (mine, theirs) in enumerate(zip(targets, tensors, strict=False)):
         if mine.shape != theirs.shape:
             raise StateError(
                 f"tensor {index} of a peer's state has shape {tuple(theirs.shape)}, here it is {tuple(mine.shape)}."
@@ -72,7 +72,7 @@ def install_state(
             )
     _install_optimizer(optimizer, metadata.get("optimizer_metadata"), tensors[len(targets) :])
     with torch.no_grad():
-        for mine, theirs in zip(targets, tensors):
+        for mine, theirs in zip(targets, tensors, strict=False):
             mine.copy_(theirs)
     return epoch
 
@@ -95,7 +95,7 @@ def _install_optimizer(optimizer: torch.optim.Optimizer, flat: Any, tensors: Seq
         )
     rates = [group["lr"] for group in optimizer.param_groups]
     load_optimizer_state(optimizer, flat, tensors)
-    for group, rate in zip(optimizer.param_groups, rates):
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["donor_lr"], group["lr"] = group["lr"], rate
 
 

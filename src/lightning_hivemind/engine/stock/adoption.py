@@ -1,0 +1,68 @@
+"""Downloading the swarm's state and making all of this peer's copies of it agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
+from lightning_hivemind.engine.stock.state import install_state, settle_rates
+
+RETRIES = 5
+PAUSE_S = 0.5
+
+
+def adopt_state(arguments: Arguments, parts: Parts, training: PeerTraining, should_abort: Callable[[], bool]) -> bool:
+    """Download until the state is of the swarm's epoch (a donor may lag by one), and install it.
+
+    Accumulated gradients are dropped: they belong to an epoch that is over.
+
+    Returns:
+        False if nobody shares a state that is as new as this peer's. Nothing was changed then.
+
+    Raises:
+        StateError: what was sent does not fit. Nothing was changed.
+    """
+    state = parts.state
+    installed: int | None = None
+    for attempt in range(RETRIES):
+        found = state.download(float(arguments.load_state_timeout))
+        if found is None or _older(found[0], int(state.local_epoch)):
+            break
+        installed = install_state(state.optimizer, training.extra_tensors, *found)
+        if installed >= parts.tracker.global_epoch or attempt == RETRIES - 1 or should_abort():
+            break
+        time.sleep(PAUSE_S)
+    if installed is None:
+        return False
+    # a donor that has committed but not yet applied says one epoch less; the next state averaging evens that out
+    state.local_epoch = max(installed, min(installed + 1, int(parts.tracker.global_epoch)))
+    training.advance_schedulers(state.local_epoch)
+    settle_rates(state.optimizer)
+    load_local_parameters(state)
+    if parts.grads is not None:
+        parts.grads.load_state_from_peers(timeout=arguments.averaging_timeout)
+        parts.grads.reset_accumulated_grads_()
+    return True
+
+
+def load_local_parameters(state: Any) -> None:
+    """Make model, host optimizer and averager hold the same parameters: those of the optimizer that steps."""
+    with torch.no_grad():
+        for mine, stepped in zip(state.main_parameters, optimizer_parameters(state.optimizer), strict=True):
+            if mine is not stepped:
+                mine.copy_(stepped)
+        with state.get_tensors() as averaged:
+            for source, target in zip(state._local_tensors(), averaged, strict=True):
+                if source.data_ptr() != target.data_ptr():
+                    target.copy_(source)
+
+
+def _older(metadata: Any, epoch: int) -> bool:
+    theirs = metadata.get("epoch")
+    return isinstance(theirs, int) and theirs < epoch
