@@ -24,7 +24,7 @@ from rich.text import Text
 import demo_report
 from demo_display import Display, make_display
 from demo_processes import PeerProcess, stop_all
-from demo_view import PeerView
+from demo_view import DemoError, PeerView
 
 #: Held-out loss in nats per byte that every peer must be below: it takes more than the frequencies of byte pairs.
 BAR = 2.5
@@ -32,6 +32,8 @@ BAR = 2.5
 LOOK_EVERY_S = 0.25
 #: Seconds of the planned time that are kept for leaving the swarm, the last validation and the plot.
 ENDING_S = 25.0
+#: Seconds within which the wish of one peer to stop must have reached all, with the next global step.
+STOP_REACHES_ALL_S = 10.0
 #: Seconds that peers may take beyond the planned time before the demo gives up.
 OVERTIME_S = 60.0
 #: Seconds that the first peer has until it can be joined: importing takes most of it.
@@ -40,10 +42,6 @@ FIRST_PEER_S = 120.0
 LATE_JOIN_S = 60.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ERASED = ("peer-*", "loss.png", "summary.json")
-
-
-class DemoError(Exception):
-    """Why the demo cannot go on, or did not succeed; printed as one sentence."""
 
 
 class Stopped(BaseException):
@@ -72,10 +70,13 @@ class Demo:
             for view in self.views:
                 view.refresh()
             self._check()
-            if self._elapsed_s() > self.total_s - ENDING_S:
-                self.processes[0].request_end_of_run()
+            self._end_in_time()
             display.update(self.views)
             time.sleep(LOOK_EVERY_S)
+        for view in self.views:
+            view.refresh()
+            view.state = "finished"
+        display.update(self.views)
 
     def stop(self) -> None:
         stop_all(self.processes)
@@ -106,6 +107,13 @@ class Demo:
         address = self.views[0].address if self.views else ""
         self.processes.append(PeerProcess(folder, [*options, "--no-progress"], address))
         self.views.append(PeerView(f"peer {index + 1}", folder))
+
+    def _end_in_time(self) -> None:
+        """The first peer ends the run for all; a peer that this does not reach is told as well."""
+        over_s = self._elapsed_s() - (self.total_s - ENDING_S)
+        for index, process in enumerate(self.processes):
+            if over_s > (0.0 if index == 0 else STOP_REACHES_ALL_S):
+                process.request_end_of_run()
 
     def _check(self) -> None:
         for view, process in zip(self.views, self.processes, strict=True):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from demo_display import number
-from demo_view import PeerView
+from demo_view import DemoError, PeerView
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -57,8 +57,11 @@ def collect(views: Sequence[PeerView]) -> RunResult:
     """Read what the peers left in their folders.
 
     Raises:
-        FileNotFoundError: a peer ended without writing its result.
+        DemoError: a peer ended without training, or without a result.
     """
+    for view in views:
+        if not view.train or not (view.folder / "result.json").exists():
+            raise DemoError(f"{view.name} ended without having trained: see {view.folder / 'log.txt'}")
     results = [json.loads((view.folder / "result.json").read_text(encoding="utf-8")) for view in views]
     parameters = [np.load(view.folder / "parameters.npy") for view in views]
     return RunResult(
@@ -156,8 +159,6 @@ def plot(views: Sequence[PeerView], result: RunResult, started_at: float, bar: f
 
 def _peer_result(view: PeerView, result: dict[str, float]) -> PeerResult:
     losses = [loss for _, loss in view.train]
-    if not losses:
-        raise RuntimeError(f"{view.name} ended without having trained: see {view.folder / 'log.txt'}")
     return PeerResult(
         name=view.name,
         steps=len(view.commits),

@@ -12,6 +12,10 @@ from typing import Any
 RATE_WINDOW_S = 15.0
 
 
+class DemoError(Exception):
+    """Why the demo cannot go on, or did not succeed; printed as one sentence."""
+
+
 class JsonLines:
     """Reads a growing file of JSON lines; :meth:`new` yields what came since the last call, whole lines only."""
 
