@@ -4,7 +4,7 @@ VENV ?= .venv
 SETUP = $(PYTHON) scripts/setup_env.py --venv $(VENV)
 # Several peers share this machine's cores: one thread each is faster than all fighting for all.
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-CODE = src tests examples benchmarks scripts docs
+CODE = $(wildcard src tests examples benchmarks scripts docs)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench docs build format clean
