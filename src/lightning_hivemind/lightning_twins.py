@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +54,7 @@ def lightning_module(package: str, name: str = "") -> ModuleType:
     return importlib.import_module(f"{package}.{name}" if name else package)
 
 
-@lru_cache(maxsize=None)
+@cache
 def twin_of(cls: type, package: str) -> type:
     """``cls`` (the mixin, or a user's subclass of it) over ``package``'s ``Strategy``."""
     base: Any = lightning_module(package, "strategies").Strategy

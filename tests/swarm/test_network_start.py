@@ -155,12 +155,12 @@ def test_it_can_be_stopped_and_started_again_and_used_only_in_between(bench: Ben
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == handlers
 
 
-def test_by_default_it_listens_on_all_interfaces_by_tcp_and_quic(bench: Bench) -> None:
+def test_by_default_it_listens_on_all_interfaces_by_tcp_alone(bench: Bench) -> None:
     network = bench.network(host_maddrs=None)
     network.start()
     addresses = network.visible_addresses()
     assert any("/tcp/" in address for address in addresses)
-    assert any("/quic-v1/" in address for address in addresses)
+    assert not any("/quic" in address for address in addresses), "over QUIC the daemon loses the end of streams"
 
 
 def test_a_client_joins_listens_nowhere_and_is_not_asked_by_others(bench: Bench) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import random
 import signal
 import sys
 import threading
@@ -30,10 +31,14 @@ def settle_child(parent_pid: int, cleanup: Callable[[], None] | None = None) -> 
     ignored, SIGCHLD set to its default. A daemon thread then ends the child within :data:`POLL_S` of the parent's
     death, after calling ``cleanup``. The parent's own handlers are not touched.
 
+    Python's ``random`` gets a new seed: hivemind draws the ids of DHT nodes and groups from it, and peers whose scripts
+    all call ``seed_everything(42)`` would have equal ids, and then no rounds.
+
     Args:
         parent_pid: pid of the process that forked this one.
         cleanup: called from the watching thread once the parent is gone; what it raises is logged.
     """
+    random.seed()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
