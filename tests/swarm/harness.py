@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from swarm.processes import Footprint, descendants, footprint, state_of, still_there, wait_until
 from swarm.spec import PeerSpec
 
@@ -36,7 +37,7 @@ START_S = 60.0
 STEP_S = 40.0
 
 #: short rounds for loopback; tests of defaults do not use it
-QUICK: dict[str, Any] = {"matchmaking_time": 2.0, "averaging_timeout": 15.0}
+QUICK: dict[str, Any] = {"matchmaking_time": 2.0, "averaging_timeout": 15.0, "host_maddrs": ["/ip4/0.0.0.0/tcp/0"]}
 
 Record = dict[str, Any]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import mse_loss
+
 from swarm.harness import Peer
 from swarm.models import Numbered, make_net, make_optimizer, make_scheduler
-from torch.nn.functional import mse_loss
 
 Clip = Callable[[list[torch.Tensor]], object]
 

@@ -31,6 +31,7 @@ def sleep(spec: PeerSpec) -> None:
 def batch_without_size(spec: PeerSpec) -> None:
     """Train on batches of a type that says nothing about its size."""
     import torch
+
     from swarm.peer_main import make_strategy, packages
 
     pl = packages(spec)
@@ -59,3 +60,132 @@ def batch_without_size(spec: PeerSpec) -> None:
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Model(), loader)
+
+
+def evaluate(spec: PeerSpec) -> None:
+    """Load a checkpoint for test and predict."""
+    from swarm.models import make_loader, make_model
+    from swarm.peer_main import digest_of, make_strategy, packages
+
+    pl = packages(spec)
+    recorder = Recorder(spec)
+    strategy = {} if spec.strategy is None else {"strategy": make_strategy(spec, pl)}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **strategy,
+    )  # fmt: skip
+    model, loader = make_model(pl, seed=3), make_loader(32, 8, None)
+    if strategy:
+        strategy["strategy"].events.subscribe(lambda event: recorder.write(type(event).__name__))
+    (result,) = trainer.test(model, loader, ckpt_path=spec.free["checkpoint"], weights_only=False, verbose=False)
+    predictions = trainer.predict(model, loader, ckpt_path=spec.free["checkpoint"], weights_only=False)
+    recorder.write("evaluated", digest=digest_of(model), predictions=len(predictions), **result)
+
+
+def handlers(spec: PeerSpec) -> None:
+    """A whole fit, and the signal handlers before and after."""
+    import signal
+
+    from swarm.peer_main import fit
+
+    def mine(*_: object) -> None:
+        pass
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE)
+    signal.signal(signal.SIGTERM, mine)
+    before = [repr(signal.getsignal(number)) for number in numbers]
+    spec.trainer["max_steps"] = 2
+    fit(spec)
+    Recorder(spec).write("handlers", before=before, after=[repr(signal.getsignal(number)) for number in numbers])
+
+
+def fit_twice(spec: PeerSpec) -> None:
+    """Two fits, one after the other, each with its own strategy."""
+    from swarm.peer_main import fit
+
+    spec.trainer["max_steps"] = 1
+    fit(spec)
+    trainer, _ = fit(spec)
+    Recorder(spec).write("second", global_step=trainer.global_step)
+
+
+def only_dht(spec: PeerSpec) -> None:
+    """A strategy whose DHT is asked for, and that is never used."""
+    from swarm.peer_main import make_strategy, packages
+
+    strategy = make_strategy(spec, packages(spec))
+    Recorder(spec).write("addresses", addresses=[str(address) for address in strategy.dht.get_visible_maddrs()])
+
+
+def other_package(spec: PeerSpec) -> None:
+    """Both packages are imported; the strategy is made first, then taken by pytorch_lightning's Trainer."""
+    import lightning.pytorch
+    import pytorch_lightning
+
+    from swarm.models import make_loader, make_model
+    from swarm.peer_main import make_strategy
+
+    strategy = make_strategy(spec, lightning.pytorch, matchmaking_time=2.0)
+    trainer = pytorch_lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    assert isinstance(strategy, pytorch_lightning.strategies.Strategy)
+    trainer.fit(make_model(pytorch_lightning), make_loader(256, 8, 0))
+    base = type(strategy).__mro__
+    module = next(cls.__module__ for cls in base if cls.__name__ == "Strategy")
+    Recorder(spec).write("finished", global_step=trainer.global_step, base=module.split(".")[0])
+
+
+def older_name(spec: PeerSpec) -> None:
+    """The strategy under its older published name."""
+    import lightning.pytorch as pl
+
+    from lightning_hivemind import CollaborativeStrategy, HivemindStrategy
+    from swarm.models import make_loader, make_model
+
+    strategy = CollaborativeStrategy(target_batch_size=16, matchmaking_time=2.0)
+    assert isinstance(strategy, HivemindStrategy)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(make_model(pl), make_loader(256, 8, 0))
+    Recorder(spec).write("finished", global_step=trainer.global_step)
+
+
+def registry(spec: PeerSpec) -> None:
+    """What Lightning's registry holds once the strategy was imported."""
+    import lightning.pytorch as pl
+
+    from lightning_hivemind import HivemindStrategy
+
+    assert HivemindStrategy
+    Recorder(spec).write("registry", names=list(pl.strategies.StrategyRegistry.available_strategies()))
+
+
+def cli(spec: PeerSpec) -> None:
+    """``LightningCLI`` with the strategy in a YAML file."""
+    import sys
+
+    from swarm.models import make_loader, make_model
+    from swarm.peer_main import packages
+
+    pl = packages(spec)
+    sys.argv = ["script.py", "fit", "--config", spec.free["config"]]
+    cli_module = __import__(f"{pl.__name__}.cli", fromlist=["LightningCLI"])
+    regression = type(make_model(pl))
+
+    class Model(regression):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+
+        def train_dataloader(self) -> object:
+            return make_loader(256, 8, 0)
+
+        def val_dataloader(self) -> object:
+            return make_loader(32, 8, None)
+
+    made = cli_module.LightningCLI(Model, save_config_callback=None)
+    strategy = made.trainer.strategy
+    Recorder(spec).write("finished", global_step=made.trainer.global_step, target=strategy.arguments.target_batch_size)

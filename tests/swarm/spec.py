@@ -25,7 +25,7 @@ class PeerSpec:
         order_seed: order in which this peer takes the samples; ``None``: as they lie.
         delay_s: sleep per batch, for peers of unequal speed.
         delay_from_batch: the first batch that is delayed.
-        barrier: before its first batch, wait for :meth:`Peer.go` and until the strategy sees ``min_peers``.
+        barrier: before its second batch, wait until the strategy sees ``min_peers``, then for :meth:`Peer.go`.
         hold_at: epochs at whose end the peer waits for :meth:`Peer.release`.
         ckpt_path: checkpoint to continue from.
         env: more environment variables.

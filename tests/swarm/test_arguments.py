@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+
 from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import START_S, Swarm
 from swarm.replay import distance, replay
@@ -48,18 +49,14 @@ def test_a_client_averages_though_it_accepts_no_connections(swarm: Swarm) -> Non
 
 def test_options_of_the_averagers_reach_both(swarm: Swarm) -> None:
     """With groups of three or more only, two peers must fail to average gradients *and* state, visibly."""
-    peers = swarm.start(
-        2, strategy={"averager_opts": {"min_group_size": 3}}, trainer={"max_steps": 1}, delay_s=0.02
-    )
+    peers = swarm.start(2, strategy={"averager_opts": {"min_group_size": 3}}, trainer={"max_steps": 1}, delay_s=0.02)
     swarm.finish()
     for peer in peers:
         assert {event["kind"] for event in peer.said("RoundIncomplete")} == {"gradients", "state"}
 
 
 def test_a_fixed_group_size_is_kept(swarm: Swarm) -> None:
-    peers = swarm.start(
-        2, strategy={"averager_opts": {"target_group_size": 2}}, trainer={"max_steps": 2}, delay_s=0.02
-    )
+    peers = swarm.start(2, strategy={"averager_opts": {"target_group_size": 2}}, trainer={"max_steps": 2}, delay_s=0.02)
     swarm.finish()
     assert_complete(peers, [1, 2])
 
@@ -119,9 +116,7 @@ def test_state_is_averaged_every_nth_epoch_only(swarm: Swarm) -> None:
 
 
 def test_verbose_reports_internal_events(swarm: Swarm) -> None:
-    loud, quiet = swarm.start(
-        2, peers=[{"strategy": {"verbose": True}}, {}], trainer={"max_steps": 1}, delay_s=0.02
-    )
+    loud, quiet = swarm.start(2, peers=[{"strategy": {"verbose": True}}, {}], trainer={"max_steps": 1}, delay_s=0.02)
     swarm.finish()
     assert "BatchAccumulated" in loud.output
     assert "BatchAccumulated" not in quiet.output
@@ -152,4 +147,4 @@ def test_a_peer_listens_and_announces_where_it_is_told(swarm: Swarm) -> None:
     assert {("tcp", port)} == {p for p in founder.look().ports if p[0].startswith("tcp")}
     assert [a.split("/p2p/")[0] for a in addresses] == [f"/dns4/localhost/tcp/{port}"]
     (joiner,) = swarm.start(1, together=False, trainer={"max_steps": 2}, hold_at=[1])
-    joiner.wait_for("StateLoaded", epoch=1, timeout_s=START_S)
+    joiner.wait_for("StateLoaded", timeout_s=START_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import Swarm
 from swarm.replay import distance, replay

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+
 from swarm.checks import assert_complete, assert_ledger
 from swarm.harness import Swarm
 from swarm.replay import distance, replay
 
 pytestmark = pytest.mark.swarm
 
-ADAPTIVE = "SizeAdaptiveCompression(threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization())"
+ADAPTIVE = (
+    "SizeAdaptiveCompression(threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization())"
+)
 # name -> code, width of the network, largest relative distance to the uncompressed replay after three steps.
 # 8-bit: 256 levels over +-6 standard deviations of a tensor, once for gradients and once for the state.
 CODECS = {

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pytest
+
 from swarm.checks import assert_complete, assert_in_step, assert_ledger
 from swarm.harness import Swarm
 
 pytestmark = pytest.mark.swarm
 
 #: 16-mixed with a scaler that works without a GPU
-HALF = (
-    "[pl.plugins.precision.MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu', init_scale=1024.0))]"
-)
+HALF = "[pl.plugins.precision.MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu', init_scale=1024.0))]"
 
 
 def test_bf16_mixed_trains_two_peers_together(swarm: Swarm) -> None:

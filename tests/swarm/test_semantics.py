@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from swarm.checks import assert_complete, assert_in_step, assert_ledger
 from swarm.harness import START_S, Peer, Swarm
 from swarm.replay import distance, replay
@@ -61,9 +62,7 @@ def test_val_check_interval_counts_this_peers_batches(swarm: Swarm) -> None:
 
 def test_validation_of_a_delayed_run_sees_the_committed_step(swarm: Swarm) -> None:
     delays = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
-    peer = alone(
-        swarm, strategy=delays, trainer={"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 0}
-    )
+    peer = alone(swarm, strategy=delays, trainer={"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 0})
     expected = replay([peer], 1)
     first = peer.said("validated")[0]
     assert first["epoch"] == 1
@@ -89,9 +88,7 @@ def test_early_stopping_on_one_peer_stops_both_at_the_same_epoch(swarm: Swarm) -
 
 def test_checkpoints_are_written_every_n_global_steps(swarm: Swarm) -> None:
     code = "[pl.callbacks.ModelCheckpoint(Path(spec.folder) / 'kept', every_n_train_steps=2, save_top_k=-1)]"
-    peer = alone(
-        swarm, trainer={"max_steps": 5, "enable_checkpointing": True}, trainer_code={"callbacks": code}
-    )
+    peer = alone(swarm, trainer={"max_steps": 5, "enable_checkpointing": True}, trainer_code={"callbacks": code})
     files = sorted((peer.folder / "kept").glob("*.ckpt"))
     steps = [torch.load(path, weights_only=False)["global_step"] for path in files]
     assert steps == [2, 4]
@@ -175,9 +172,7 @@ def test_the_smaller_last_batch_counts_what_it_holds(swarm: Swarm) -> None:
 
 
 def test_unequal_batches_of_two_peers_weigh_as_many_samples_as_they_hold(swarm: Swarm) -> None:
-    peers = swarm.start(
-        2, peers=[{"batch_size": 4}, {"batch_size": 12}], trainer={"max_steps": 3}, delay_s=0.03
-    )
+    peers = swarm.start(2, peers=[{"batch_size": 4}, {"batch_size": 12}], trainer={"max_steps": 3}, delay_s=0.03)
     swarm.finish()
     assert_complete(peers, [1, 2, 3])
     assert_ledger(peers)
@@ -206,9 +201,7 @@ def test_a_non_finite_gradient_drops_that_batch_only(swarm: Swarm) -> None:
 
 
 def test_a_peer_with_non_finite_gradients_does_not_spoil_the_swarm(swarm: Swarm) -> None:
-    peers = swarm.start(
-        2, peers=[{}, {"model": {"nan_at": [2, 3]}}], trainer={"max_steps": 3}, delay_s=0.02
-    )
+    peers = swarm.start(2, peers=[{}, {"model": {"nan_at": [2, 3]}}], trainer={"max_steps": 3}, delay_s=0.02)
     swarm.finish()
     assert len(peers[1].said("BatchDropped")) == 2
     assert not peers[0].said("BatchDropped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from swarm.checks import assert_complete, assert_in_step, assert_ledger
 from swarm.harness import START_S, Swarm
 from swarm.replay import distance, replay
@@ -54,9 +55,8 @@ def test_every_way_to_name_initial_peers_joins(swarm: Swarm) -> None:
         {"strategy": {"initial_peers": addresses}},
         {"strategy": {"initial_peers": ", ".join(addresses)}},
     ]
-    joiners = swarm.start(4, peers=ways, together=False, hold_at=[0], trainer={"max_steps": 2})
-    for joiner in joiners:
-        joiner.wait_for("StateLoaded", epoch=1, timeout_s=START_S)
+    for joiner in swarm.start(4, peers=ways, together=False, trainer={"max_steps": -1}, delay_s=0.2):
+        joiner.wait_for("StateLoaded", timeout_s=START_S)
 
 
 def test_the_printed_invitation_names_addresses_under_which_the_peer_answers(swarm: Swarm) -> None:
@@ -65,7 +65,7 @@ def test_the_printed_invitation_names_addresses_under_which_the_peer_answers(swa
     (line,) = [text for text in founder.output.splitlines() if text.startswith("INITIAL_PEERS=")]
     value = line.split("=", 1)[1].split()[0]
     (joiner,) = swarm.start(1, env={"INITIAL_PEERS": value}, joins_itself=True, together=False)
-    joiner.wait_for("StateLoaded", epoch=1, timeout_s=START_S)
+    joiner.wait_for("StateLoaded", timeout_s=START_S)
 
 
 def test_a_script_can_wait_for_the_others_before_its_first_batch(swarm: Swarm) -> None:

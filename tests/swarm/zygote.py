@@ -1,11 +1,11 @@
-"""The process that peers are forked from: importing torch, Lightning and hivemind takes seconds, a fork takes none.
+"""The process that peers are forked from: importing torch and Lightning takes seconds, a fork takes none.
 
 Run as ``python -m swarm.zygote lightning|pytorch_lightning|both``. Each line on its standard input is a job (JSON);
 for each it forks a *supervisor*, which forks the peer. The supervisor is a child subreaper (Linux): whatever a peer
 starts, however it detaches it, stays below its supervisor, so that nothing escapes the leak check. It writes the
 peer's pid and exit status to files, and on SIGTERM kills all that is left.
 
-The zygote has no threads, no DHT and no copy of ``lightning_hivemind``: a peer imports that for itself.
+The zygote has no threads and has imported neither hivemind nor ``lightning_hivemind``: a peer does that for itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# hivemind is left to the peers: at import it makes locks that forked processes would share. What it imports is not.
+_OF_HIVEMIND = ["google.protobuf", "msgpack", "pydantic", "scipy.optimize", "uvloop"]
 HEAVY = {
-    "lightning": ["torch", "lightning.pytorch", "hivemind"],
-    "pytorch_lightning": ["torch", "pytorch_lightning", "hivemind"],
-    "both": ["torch", "lightning.pytorch", "pytorch_lightning", "hivemind"],
+    "lightning": ["torch", "lightning.pytorch", *_OF_HIVEMIND],
+    "pytorch_lightning": ["torch", "pytorch_lightning", *_OF_HIVEMIND],
+    "both": ["torch", "lightning.pytorch", "pytorch_lightning", *_OF_HIVEMIND],
 }
 
 
@@ -38,7 +40,7 @@ def serve(flavour: str) -> dict[str, Any] | None:
     importlib.import_module("torch").set_num_threads(1)
     gc.collect()
     gc.freeze()
-    assert "lightning_hivemind" not in sys.modules
+    assert not {"hivemind", "lightning_hivemind"} & set(sys.modules)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not survive the fork"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are reaped by the kernel
     print("ready", flush=True)

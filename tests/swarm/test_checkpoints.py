@@ -1,0 +1,147 @@
+"""Stop, continue, and change over between this strategy and a plain Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.checks import assert_in_step, assert_ledger
+from swarm.harness import START_S, Swarm
+from swarm.replay import distance
+from swarm.spec import PeerSpec
+
+pytestmark = pytest.mark.swarm
+
+MODEL = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_one_peer_continues_as_if_it_had_not_been_interrupted(swarm: Swarm, package: str) -> None:
+    """Parameters, optimizer, scheduler and place in the data, bit for bit."""
+    common: dict[str, Any] = {
+        "model": MODEL,
+        "strategy": {"target_batch_size": 16},
+        "together": False,
+        "joins_itself": True,
+        "lightning": package,
+        "data_samples": 1024,
+        "order_seed": None,
+    }
+    saved = str(swarm.folder / "half.ckpt")
+    (whole,) = swarm.start(1, trainer={"max_steps": 8}, **common)
+    swarm.finish(whole)
+    (half,) = swarm.start(1, trainer={"max_steps": 4}, free={"save_to": saved}, **common)
+    swarm.finish(half)
+    (rest,) = swarm.start(1, trainer={"max_steps": 8}, ckpt_path=saved, free={"skip_batches": 8}, **common)
+    swarm.finish(rest)
+    assert min(rest.commits) == 4
+    for step in range(4, 9):
+        assert rest.commits[step].digest == whole.commits[step].digest, step
+        assert rest.commits[step].lr == whole.commits[step].lr
+        assert rest.commits[step].global_step == step
+
+
+def test_a_checkpoint_holds_no_more_and_no_less_than_a_plain_one(swarm: Swarm) -> None:
+    saved, plain_saved = str(swarm.folder / "ours.ckpt"), str(swarm.folder / "plain.ckpt")
+    (peer,) = swarm.start(
+        1, together=False, model=MODEL, strategy={"target_batch_size": 8}, trainer={"max_steps": 2},
+        free={"save_to": saved},
+    )  # fmt: skip
+    swarm.finish(peer)
+    swarm.plain(model=MODEL, trainer={"max_steps": 2}, free={"save_to": plain_saved})
+    ours, plain = (torch.load(path, weights_only=False) for path in (saved, plain_saved))
+    assert set(ours) - set(plain) == {"lightning_hivemind"}
+    assert set(plain) <= set(ours)
+    assert ours["global_step"] == plain["global_step"] == 2
+    for name, value in plain["state_dict"].items():
+        assert torch.equal(ours["state_dict"][name], value)
+    ours_state, plain_state = (checkpoint["optimizer_states"][0] for checkpoint in (ours, plain))
+    assert ours_state["param_groups"][0]["lr"] == plain_state["param_groups"][0]["lr"]
+    for key, entry in plain_state["state"].items():
+        assert all(
+            torch.equal(torch.as_tensor(ours_state["state"][key][k]), torch.as_tensor(v)) for k, v in entry.items()
+        )
+    assert ours["lr_schedulers"][0]["last_epoch"] == plain["lr_schedulers"][0]["last_epoch"] == 2
+
+
+def test_our_checkpoint_tests_and_predicts_in_a_plain_trainer_and_the_other_way_round(swarm: Swarm) -> None:
+    ours, plain = str(swarm.folder / "ours.ckpt"), str(swarm.folder / "plain.ckpt")
+    (peer,) = swarm.start(1, together=False, trainer={"max_steps": 2}, free={"save_to": ours})
+    swarm.finish(peer)
+    trained = swarm.plain(trainer={"max_steps": 2}, free={"save_to": plain})
+    for number, (path, strategy) in enumerate([(ours, None), (plain, {})]):
+        reader = swarm.launch(
+            PeerSpec(scenario="swarm.scenarios:evaluate", strategy=strategy, free={"checkpoint": path}),
+            name=f"reader{number}",
+        )
+        result = reader.wait_for("evaluated", timeout_s=START_S)
+        reader.wait_exit()
+        origin = peer if path == ours else trained
+        assert result["digest"] == origin.said("finished")[0]["digest"]
+        assert result["test_loss"] > 0
+        assert result["predictions"] == 4
+        assert not reader.said("PeerStarted"), "testing needs no network"
+
+
+def test_a_plain_checkpoint_is_continued_in_a_swarm(swarm: Swarm) -> None:
+    saved = str(swarm.folder / "plain.ckpt")
+    plain = swarm.plain(model=MODEL, trainer={"max_steps": 3}, free={"save_to": saved})
+    (peer,) = swarm.start(
+        1, together=False, model=MODEL, strategy={"target_batch_size": 8}, ckpt_path=saved, trainer={"max_steps": 5}
+    )
+    swarm.finish(peer)
+    assert peer.commits[3].digest == plain.commits[3].digest
+    assert sorted(peer.commits) == [3, 4, 5]
+    assert peer.commits[5].lr == pytest.approx(0.01 * 0.9**5)
+
+
+def test_a_peer_that_resumes_while_the_swarm_went_on_takes_the_swarms_state(swarm: Swarm) -> None:
+    saved = str(swarm.folder / "old.ckpt")
+    (early,) = swarm.start(1, together=False, model=MODEL, trainer={"max_steps": 1}, free={"save_to": saved})
+    swarm.finish(early)
+    (ahead,) = swarm.start(1, together=False, joins_itself=True, model=MODEL, hold_at=[4], trainer={"max_steps": 6},
+                           delay_s=0.05)  # fmt: skip
+    ahead.wait_for("holding", epoch=4)
+    (back,) = swarm.start(1, together=False, model=MODEL, ckpt_path=saved, trainer={"max_steps": 6}, delay_s=0.05,
+                          hold_at=[0])  # fmt: skip
+    loaded = back.wait_for("StateLoaded", timeout_s=START_S)
+    assert loaded["epoch"] == 4
+    first = back.wait_epoch(4)
+    assert first.digest == ahead.commits[4].digest
+    assert first.lr == ahead.commits[4].lr
+    assert first.global_step == 4
+    ahead.release(4)
+    swarm.finish(ahead, back)
+    assert_ledger([ahead, back])
+
+
+def test_a_stopped_swarm_continues_from_one_peers_checkpoint(swarm: Swarm) -> None:
+    saved = str(swarm.folder / "swarm.ckpt")
+    before = swarm.start(
+        2, peers=[{"free": {"save_to": saved}}, {}], model=MODEL, trainer={"max_steps": 3}, delay_s=0.02
+    )
+    swarm.finish()
+    after = swarm.start(2, peers=[{"ckpt_path": saved}, {"model": {"seed": 7}}], model=MODEL,
+                        trainer={"max_steps": 5}, delay_s=0.02)  # fmt: skip
+    swarm.finish(*after)
+    for peer in after:
+        assert min(peer.commits) == 3, f"{peer.name} did not start where the swarm had stopped"
+        assert distance(peer.parameters(3), before[0].parameters(-1)) < 1e-6
+        assert peer.commits[5].global_step == 5
+        assert peer.commits[5].lr == pytest.approx(0.01 * 0.9**5)
+    assert_in_step(after, [3, 4, 5])
+
+
+def test_a_checkpoint_of_a_delayed_run_holds_every_step(swarm: Swarm) -> None:
+    """What is under way in the background is finished before it is saved."""
+    saved = str(swarm.folder / "delayed.ckpt")
+    delays = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
+    (peer,) = swarm.start(1, together=False, strategy={"target_batch_size": 8, **delays}, trainer={"max_steps": 3},
+                          free={"save_to": saved})  # fmt: skip
+    swarm.finish(peer)
+    checkpoint = torch.load(saved, weights_only=False)
+    assert checkpoint["global_step"] == checkpoint["lightning_hivemind"]["epoch"] == 3
+    flat = torch.cat([v.double().flatten() for k, v in checkpoint["state_dict"].items()]).numpy()
+    assert distance(flat, peer.parameters(-1)) < 1e-7

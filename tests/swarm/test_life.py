@@ -1,0 +1,170 @@
+"""How a peer ends, and what its end means for the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from swarm.checks import assert_in_step, assert_ledger
+from swarm.harness import CLEAN_S, START_S, STEP_S, Peer, Swarm
+from swarm.processes import descendants, footprint
+from swarm.spec import PeerSpec
+
+pytestmark = pytest.mark.swarm
+
+ENDLESS = {"max_steps": -1, "max_epochs": -1}
+
+
+def running(swarm: Swarm, **fields: object) -> Peer:
+    """One peer in the middle of a fit that would never end."""
+    (peer,) = swarm.start(1, together=False, trainer=ENDLESS, delay_s=0.02, **fields)
+    peer.wait_epoch(1)
+    return peer
+
+
+def test_a_running_peer_has_what_the_leak_checks_look_for(swarm: Swarm) -> None:
+    """Otherwise the tests below could not fail."""
+    peer = running(swarm)
+    now = peer.look()
+    assert now.named("p2pd"), "no libp2p daemon"
+    assert len(now.processes) >= 4, "trainer, daemon and averagers"
+    assert [port for port in now.ports if port[0].startswith("tcp")], "nobody listens"
+    assert now.sockets, "no Unix socket of the daemon"
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["process", "process group"])
+def test_ctrl_c_ends_the_peer_cleanly(swarm: Swarm, group: bool) -> None:
+    """A terminal sends SIGINT to the whole group, ``kill -INT`` to the process."""
+    peer = running(swarm)
+    start = time.monotonic()
+    peer.signal(signal.SIGINT, group=group)
+    peer.wait_exit(timeout_s=CLEAN_S, code=None)
+    assert time.monotonic() - start < CLEAN_S
+    assert peer.said("PeerStopped")
+    assert peer.exit_code != -signal.SIGKILL
+
+
+def test_sigterm_ends_the_peer_cleanly(swarm: Swarm) -> None:
+    peer = running(swarm)
+    start = time.monotonic()
+    peer.signal(signal.SIGTERM)
+    peer.wait_exit(timeout_s=CLEAN_S, code=None)
+    assert time.monotonic() - start < CLEAN_S
+
+
+def test_ctrl_c_in_the_middle_of_a_round_ends_the_peer_cleanly(swarm: Swarm) -> None:
+    """The round waits for a frozen peer; Ctrl+C must not wait for the round."""
+    first, second = swarm.start(2, trainer=ENDLESS, strategy={"averaging_timeout": 60.0}, delay_s=0.05)
+    first.wait_epoch(1)
+    second.freeze()
+    rounds = len(first.said("RoundStarted"))
+    first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=STEP_S, what="a round")
+    first.signal(signal.SIGINT)
+    first.wait_exit(timeout_s=CLEAN_S, code=None)
+
+
+def test_an_exception_in_training_step_reaches_the_user_and_leaves_nothing(swarm: Swarm) -> None:
+    (peer,) = swarm.start(1, together=False, model={"raise_at": [5]}, trainer=ENDLESS)
+    error = peer.wait_for("raised")
+    assert (error["kind"], error["text"]) == ("RuntimeError", "induced failure in batch 5")
+    peer.wait_exit(code=1)
+
+
+def test_kill_9_of_the_trainer_leaves_nothing_behind(swarm: Swarm) -> None:
+    peer = running(swarm)
+    peer.kill()
+    assert peer.seen.named("p2pd")
+    peer.assert_clean(CLEAN_S)
+
+
+def test_kill_9_in_the_middle_of_a_round_leaves_nothing_behind(swarm: Swarm) -> None:
+    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(1)
+    second.freeze()
+    rounds = len(first.said("RoundStarted"))
+    first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=STEP_S, what="a round")
+    first.kill()
+    first.assert_clean(CLEAN_S)
+
+
+def test_the_process_keeps_its_own_signal_handlers(swarm: Swarm) -> None:
+    """hivemind alone leaves SIGINT ignored in the process that used it."""
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:handlers"))
+    result = peer.wait_for("handlers", timeout_s=START_S)
+    assert result["before"] == result["after"]
+    peer.wait_exit()
+
+
+def test_a_survivor_goes_on_when_a_peer_is_killed_and_the_user_sees_it(swarm: Swarm) -> None:
+    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(2)
+    second.wait_epoch(2)
+    second.kill()
+    at, start = max(first.commits), time.monotonic()
+    first.wait_epoch(at + 1, timeout_s=60)
+    stall = time.monotonic() - start
+    assert stall < 45, "longer than matchmaking and both averaging timeouts"
+    first.wait_for("PeersChanged", num_peers=1, timeout_s=60)
+    first.wait_epoch(max(first.commits) + 2, timeout_s=60)
+    assert_ledger([first])
+    first.signal(signal.SIGINT)
+    first.wait_exit(code=None)
+
+
+def test_a_peer_that_leaves_politely_is_not_waited_for(swarm: Swarm) -> None:
+    stays, leaves = swarm.start(
+        2, peers=[{"trainer": {"max_steps": 8}}, {"trainer": {"max_time": "00:00:00:04", "max_steps": -1}}], delay_s=0.1
+    )
+    swarm.finish(leaves, stays)
+    assert leaves.said("finished")
+
+
+def test_a_frozen_peer_does_not_stop_the_others_and_catches_up(swarm: Swarm) -> None:
+    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(1)
+    second.wait_epoch(1)
+    second.freeze()
+    at = max(first.commits)
+    first.wait_epoch(at + 2, timeout_s=90)
+    second.thaw()
+    target = max(first.commits)
+    second.wait_until(lambda: max(second.commits) >= target, timeout_s=90, what=f"catches up to {target}")
+    assert second.said("StateLoaded") or second.said("RoundMissed")
+    assert_ledger([first, second])
+
+
+def test_a_late_joiner_takes_state_and_learning_rate_and_trains_along(swarm: Swarm) -> None:
+    model = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
+    (first,) = swarm.start(1, together=False, model=model, hold_at=[5], trainer={"max_steps": 8}, delay_s=0.05)
+    first.wait_for("holding", epoch=5)
+    (late,) = swarm.start(1, together=False, model={**model, "seed": 9}, trainer={"max_steps": 8}, delay_s=0.05)
+    late.wait_for("StateLoaded", epoch=5, timeout_s=START_S)
+    joined = late.wait_epoch(5)
+    assert joined.digest == first.commits[5].digest
+    assert joined.lr == first.commits[5].lr == pytest.approx(0.01 * 0.9**5)
+    assert joined.global_step == 5
+    late.wait_for("BatchAccumulated")
+    first.release(5)
+    swarm.finish()
+    assert first.commits[8].lr == late.commits[8].lr
+    assert_in_step([first, late], [8])
+    assert_ledger([first, late])
+    assert any(event["contributors"] == 2 for event in late.said("EpochCommitted"))
+
+
+def test_fit_can_be_called_twice_in_one_process(swarm: Swarm) -> None:
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:fit_twice"))
+    peer.wait_for("second", timeout_s=START_S)
+    peer.wait_exit()
+    assert not footprint(descendants(peer.supervisor)).processes
+
+
+def test_asking_for_the_dht_starts_it_and_its_process_ends_with_the_script(swarm: Swarm) -> None:
+    """Scripts read ``strategy.dht.get_visible_maddrs()`` right after construction; some never fit."""
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:only_dht"))
+    addresses = peer.wait_for("addresses", timeout_s=START_S)["addresses"]
+    assert addresses
+    assert all("/p2p/" in address for address in addresses)
+    peer.wait_exit()
