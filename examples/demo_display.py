@@ -32,7 +32,8 @@ STATE_STYLES = {
     "finished": "dim",
     "failed": "bold red",
 }
-PEER_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+#: The hues of the plot, where a terminal has them.
+PEER_COLOURS = ("dodger_blue2", "dark_orange", "green3", "hot_pink", "gold1", "sky_blue1")
 
 
 class Display(Protocol):
@@ -87,7 +88,7 @@ class LiveDisplay:
         table.add_column("state", min_width=11)
         for name in ("epoch", "loss", "held-out", "peers", "samples/s"):
             table.add_column(name, justify="right")
-        table.add_column("samples towards the next step", min_width=34)
+        table.add_column("towards the next step", min_width=26)
         for index, peer in enumerate(peers):
             table.add_row(
                 Text(peer.name, style=PEER_COLOURS[index % len(PEER_COLOURS)]),
@@ -152,7 +153,7 @@ def _towards_target(peer: PeerView) -> RenderableType:
     if not peer.target:
         return "-"
     row = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=peer.target, completed=min(peer.swarm_samples, peer.target), width=22)
+    bar = ProgressBar(total=peer.target, completed=min(peer.swarm_samples, peer.target), width=16)
     row.add_row(bar, f"{peer.swarm_samples}/{peer.target}")
     return row
 

@@ -129,6 +129,9 @@ class PeerView:
         self.state, self.epoch, self.swarm_samples = "training", event["epoch"], 0
         self.commits.append(Commit(*_of(event, "time", "epoch", "contributors", "fraction", "duration_s")))
 
+    def _on_BatchDropped(self, event: dict[str, Any]) -> None:
+        self._note(event, f"dropped a batch of {event['samples']} samples: {event['reason']}")
+
     def _on_RoundIncomplete(self, event: dict[str, Any]) -> None:
         self.incomplete += 1
         self._note(event, f"round of {event['kind']} incomplete at epoch {event['epoch']}: {event['reason']}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -162,7 +163,11 @@ def test_sixty_steps_alone_lower_the_loss_and_are_recorded(
     assert lines[-2]["loss"] < 3.5
     assert lines[-1]["samples"] == 60 * 8
     assert demo_peer.held_out_loss(model) == pytest.approx(lines[-2]["loss"], abs=1e-3)
-    assert (tmp_path / "parameters.npy").stat().st_size > 4 * 820_000
+    with np.load(tmp_path / "parameters.npz") as kept:
+        assert kept["epochs_E"].tolist() == list(range(51, 61))
+        last = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        assert np.array_equal(kept["parameters_EP"][-1], last.numpy())
+        assert not np.array_equal(kept["parameters_EP"][-2], last.numpy())
 
 
 # -- the demo ---------------------------------------------------------------------------------------------------------
@@ -197,6 +202,10 @@ def test_view_follows_a_peer_through_its_events(monkeypatch: pytest.MonkeyPatch,
                 epoch=8, kind="state", reason="why", fraction=0.5, contributors=2, expected=3, action="kept"
             ),
             lambda: view.incomplete == 1 and "why" in view.notes[-1][1],
+        ),
+        (
+            events.BatchDropped(epoch=8, samples=16, reason="non-finite gradient"),
+            lambda: "non-finite" in view.notes[-1][1],
         ),
         (events.RoundMissed(epoch=8, samples_lost=16), lambda: view.state == "catching up"),
         (events.StateLoaded(epoch=9, duration_s=0.2), lambda: view.epoch == 9),
@@ -279,8 +288,11 @@ for step in range(3):
     commit = dict(epoch=step + 1, samples=16, contributors=2, fraction=1.0, duration_s=0.1)
     line("events.jsonl", event="EpochCommitted", **commit)
 line("training.jsonl", kind="held_out", loss=3.0, samples=48)
-numpy.save(folder / "parameters.npy", numpy.full(4, 0.5 * index, dtype="float32"))
-result = {"epoch": 3, "samples": 48, "held_out_loss": float(os.environ["HELD_OUT"]), "text": "def f():"}
+# the first peer ends a step ahead of the others
+epochs_E = numpy.arange(1, 5 if index == 1 else 4)
+parameters_EP = numpy.full((len(epochs_E), 4), 0.5 * index, dtype="float32") * epochs_E[:, None]
+numpy.savez(folder / "parameters.npz", epochs_E=epochs_E, parameters_EP=parameters_EP)
+result = {"epoch": int(epochs_E[-1]), "samples": 48, "held_out_loss": float(os.environ["HELD_OUT"]), "text": "def f():"}
 (folder / "result.json").write_text(json.dumps(result))
 """
 
@@ -308,8 +320,8 @@ def test_demo_ends_with_a_table_and_a_plot(
     status, _, out = fake_demo(monkeypatch, tmp_path, held_out=2.1)
     text = capsys.readouterr().out
     assert status == 0, text
-    assert "all after step 3" in text
-    assert "largest difference between their parameters: 1.0e+00" in text
+    assert "after steps [3, 4]" in text
+    assert "largest difference between their parameters after step 3: 3.0e+00" in text
     assert "def f():" in text
     summary = json.loads((out / "summary.json").read_text())
     assert [peer["peers_per_step"] for peer in summary["peers"]] == [2.0, 2.0, 2.0]
