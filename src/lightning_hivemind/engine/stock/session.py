@@ -117,11 +117,12 @@ class Session:
             others = self._expected_others()
             if others:
                 self._resize_groups(1 + len(others) + len(self._records.auxiliaries))
-            result, trigger = ALONE, None
+            result, trigger = (UNDER_WAY if others else ALONE), None
             if parts.grads is not None:
                 result, trigger = self._gradient_phase(others)
             with parts.state.lock_commit:
-                result = self._step_phase(others, result, trigger)
+                # whoever did not come to average gradients will not come to average parameters
+                result = self._step_phase(others if result is not ALONE else set(), result, trigger)
             parts.tracker.update_epoch(parts.state.local_epoch)
             if self._a.delay_grad_averaging and self._delayed_result is not None:
                 delayed, self._delayed_result = self._delayed_result, None
@@ -262,7 +263,10 @@ class Session:
     # ------------------------------------------------------------------ the others
 
     def _expected_others(self) -> set[bytes]:
-        """Peers that will come to this round: those at our epoch, and last round's members that are on their way.
+        """Peers that will come to this round: those at our epoch, and those that are on their way to it.
+
+        On their way are last round's members, and whoever was behind but alive a moment ago: it sees this peer's epoch,
+        takes its state, and comes. Without waiting for it, a quick peer would leave it behind for ever.
 
         Raises:
             Missed: the others are too far ahead for this round.
@@ -272,7 +276,8 @@ class Session:
         if int(tracker.global_epoch) - epoch > self.tolerated_lag and not self._a.auxiliary:
             raise Missed
         here = tracker.others_at(epoch, epoch + self.tolerated_lag)
-        return here | (tracker.others_at(epoch - 1) & self._last_members)
+        members_on_their_way = tracker.others_at(epoch - 1) & self._last_members
+        return here | members_on_their_way | tracker.others_heard_within(self._a.matchmaking_time)
 
     def _others_are_ahead(self, epoch: int) -> bool:
         self._look_around()

@@ -39,6 +39,11 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         """Peer ids of the others whose last report was for one of ``epochs``."""
         return {peer.peer_id for peer in self._others.values() if peer.epoch in epochs}
 
+    def others_heard_within(self, age_s: float) -> set[bytes]:
+        """Peer ids of the others that reported within the last ``age_s`` seconds, for whatever epoch."""
+        oldest = get_dht_time() - age_s
+        return {peer.peer_id for peer in self._others.values() if peer.time >= oldest}
+
     def others_since(self, epoch: int) -> set[bytes]:
         """Peer ids of the others whose last report was for ``epoch`` or a later one."""
         return {peer.peer_id for peer in self._others.values() if peer.epoch >= epoch}
