@@ -109,6 +109,16 @@ class EpochCommitted(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DelayedRoundFinished(Event):
+    """With ``delay_grad_averaging``: what came of the round that ended in ``epoch``; see :class:`EpochCommitted`."""
+
+    level: ClassVar[int] = logging.INFO
+    epoch: int
+    contributors: int
+    fraction: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundIncomplete(Event):
     """An averaging round failed or brought only part of the values; ``kind`` is ``"gradients"`` or ``"state"``.
 

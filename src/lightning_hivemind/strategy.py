@@ -193,6 +193,11 @@ class HivemindStrategy(_Base):
         session.step(samples)
         return loss
 
+    def on_train_end(self) -> None:
+        """Let what is delayed arrive while the other peers are still there."""
+        if self._session is not None:
+            self._session.flush()
+
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
     """Mixin over any hivemind averager: see the module."""
 
     _received: Any
+    # hivemind relies on fork (locks, pipes and futures are inherited), whatever the script's default start method is
+    _start_method = "fork"
+    _Popen = ForkProcess._Popen
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._received = mp.Value("d", 1.0)

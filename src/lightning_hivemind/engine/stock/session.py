@@ -25,7 +25,7 @@ from lightning_hivemind.engine.stock.adoption import adopt_state
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
 from lightning_hivemind.engine.stock.processes import stop_processes
 from lightning_hivemind.engine.stock.rounds import RoundResult, await_round, cancel, note
-from lightning_hivemind.events import DhtSilent, EventBus, RoundIncomplete
+from lightning_hivemind.events import DelayedRoundFinished, DhtSilent, EventBus, RoundIncomplete
 
 ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
 UNDER_WAY = RoundResult(fraction=0.0)
@@ -123,6 +123,8 @@ class Session:
             with parts.state.lock_commit:
                 # whoever did not come to average gradients will not come to average parameters
                 result = self._step_phase(others if result is not ALONE else set(), result, trigger)
+            if parts.grads is not None and trigger is None:
+                parts.grads.reset_accumulated_grads_()  # after the step, which may have used them where they lie
             parts.tracker.update_epoch(parts.state.local_epoch)
             if self._a.delay_grad_averaging and self._delayed_result is not None:
                 delayed, self._delayed_result = self._delayed_result, None
@@ -135,23 +137,22 @@ class Session:
         if not others:
             grads.load_accumulators_into_averager_()
             self._use_gradients()
-            grads.reset_accumulated_grads_()
             return ALONE, None
         self._grad_control = control = grads.schedule_step(
             timeout=self._a.averaging_timeout, gather=note(stop=self.stop_wanted, auxiliary=self._a.auxiliary)
         )
         grads.step(control=control, reset_accumulators=False, wait=False)
         if not self._a.delay_grad_averaging:
-            result = self._finish_gradients(control, epoch, len(others), backup=None)
-            grads.reset_accumulated_grads_()
-            return result, None
+            return self._finish_gradients(control, epoch, len(others), backup=None), None
         with grads.get_tensors() as tensors:
             backup = [tensor.clone() for tensor in tensors]
         grads.reset_accumulated_grads_()
         return UNDER_WAY, partial(self._finish_delayed, control, epoch, len(others), backup)
 
     def _finish_delayed(self, control: StepControl, epoch: int, others: int, backup: list[torch.Tensor]) -> None:
-        self._delayed_result = self._finish_gradients(control, epoch, others, backup=backup)
+        self._delayed_result = result = self._finish_gradients(control, epoch, others, backup=backup)
+        contributors, fraction = result.contributors, result.fraction
+        self._events.emit(DelayedRoundFinished(epoch=epoch + 1, contributors=contributors, fraction=fraction))
 
     def _finish_gradients(
         self, control: StepControl, epoch: int, others: int, *, backup: list[torch.Tensor] | None
@@ -211,8 +212,8 @@ class Session:
             self._background_state = (control, next_epoch)
             return result
         state_result = self._judge_state_round(control, next_epoch)
-        if self._parts.grads is None and state_result.succeeded:
-            return state_result  # with local updates this is the only round there is
+        if self._parts.grads is None:  # with local updates this is the only round there is
+            return state_result if state_result.succeeded else ALONE
         return result
 
     def _begin_state_round(self, next_epoch: int) -> StepControl:
