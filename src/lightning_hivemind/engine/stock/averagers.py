@@ -14,6 +14,7 @@ import multiprocessing as mp
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
     _received: Any
     # hivemind relies on fork (locks, pipes and futures are inherited), whatever the script's default start method is
     _start_method = "fork"
-    _Popen = ForkProcess._Popen
+    _Popen = staticmethod(ForkProcess._Popen)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._received = mp.Value("d", 1.0)
