@@ -1,0 +1,196 @@
+"""Runs one turn: starts its processes, waits for the measurement, stops everything, reads what they wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing as mp
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+
+from bench_machine import cpu_seconds_below
+from bench_spec import TurnSpec, json_lines, outcomes_of
+from bench_stats import Round, rounds_of_marks
+
+# Forks every peer from one process that has torch and Lightning imported, but not hivemind: its locks are made on
+# import and must not be shared by peers.
+STARTER = mp.get_context("forkserver")
+STARTER.set_forkserver_preload(["bench_peer"])
+START_S = 50.0  # the measurement begins at the latest now, whether peers got going or not
+OVERTIME = 1.25  # a window ends here, in the middle of a step if need be
+GRACE_S = 5.0
+POLL_S = 0.05
+
+
+@dataclass(kw_only=True)
+class Turn:
+    """What one turn brought. ``failure`` says why there is no measurement; the numbers are then NaN or empty.
+
+    Attributes:
+        step_s: seconds per global step over the whole window.
+        cpu_s: processor seconds of all processes of all peers per global step.
+        rounds: of each peer, within the window.
+    """
+
+    spec: TurnSpec
+    repeat: int
+    load: float
+    steps: int = 0
+    step_s: float = math.nan
+    cpu_s: float = math.nan
+    total_s: float = math.nan
+    rounds: list[list[Round]] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def all_rounds(self) -> list[Round]:
+        return [one for peer in self.rounds for one in peer]
+
+
+def run_turn(spec: TurnSpec, repeat: int, keep: Path | None = None) -> Turn:
+    """Never raises for what a contender does: a turn that fails is a result.
+
+    Args:
+        keep: folder in which the processes' files are kept; they are deleted otherwise.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=keep))
+    turn = Turn(spec=spec, repeat=repeat, load=os.getloadavg()[0])
+    start = time.monotonic()
+    spec.save(folder / "spec.json")
+    peers = _start(spec, folder)
+    try:
+        turn.failure = _wait(spec, folder, peers)
+    finally:
+        _stop(peers)
+    _read(turn, folder)
+    turn.total_s = time.monotonic() - start
+    if keep is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return turn
+
+
+def _start(spec: TurnSpec, folder: Path) -> list[BaseProcess]:
+    shared = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": "", "PL_INITIAL_PEERS": ""}
+    if spec.kind == "ddp":
+        shared.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), NODE_RANK="0", WORLD_SIZE=str(spec.peers))
+    peers: list[BaseProcess] = []
+    for index in range(spec.peers):
+        env = {**shared, "LIGHTNING_HIVEMIND_EVENTS": str(folder / f"events-{index}.jsonl")}
+        if spec.kind == "ddp":
+            env["LOCAL_RANK"] = str(index)
+        peer = STARTER.Process(target=peer_process, args=(folder, index, env))
+        peer.start()
+        peers.append(peer)
+    return peers
+
+
+def peer_process(folder: Path, index: int, env: dict[str, str]) -> None:
+    """What runs in a new process, with output of its own from the first line on."""
+    with open(folder / f"log-{index}.txt", "wb") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    os.environ.update(env)
+    mp.set_start_method("fork", force=True)  # what an ordinary script has, and what hivemind needs
+    import bench_peer
+
+    bench_peer.main(folder, index)
+
+
+def _wait(spec: TurnSpec, folder: Path, peers: list[BaseProcess]) -> str:
+    """Until the window is written. Returns why it is not, or nothing."""
+    begin, opened = time.monotonic(), None
+    while not (folder / "window.json").exists():
+        for index, peer in enumerate(peers):
+            if not peer.is_alive():
+                return f"peer {index} ended with status {peer.exitcode}: {_last_line(folder / f'log-{index}.txt')}"
+        if opened is None:
+            opened = _opened_window(folder, force=time.monotonic() - begin > START_S)
+        elif time.time() - opened["time"] > OVERTIME * spec.window_s:
+            return _close_window(folder, opened)
+        time.sleep(POLL_S)
+    return ""
+
+
+def _opened_window(folder: Path, *, force: bool) -> dict[str, float] | None:
+    """What peer 0 wrote when it began to measure; with ``force`` the measurement begins now if it did not."""
+    path = folder / "opened.json"
+    if path.exists():
+        opened: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        return opened
+    marks = json_lines(folder / "marks-0.jsonl")
+    if not force:
+        return None
+    starter = psutil.Process(mp.active_children()[0].pid).ppid()
+    epoch = marks[-1]["epoch"] if marks else 0
+    return {"time": time.time(), "epoch": epoch, "cpu_s": cpu_seconds_below(starter), "starter": starter}
+
+
+def _close_window(folder: Path, opened: dict[str, float]) -> str:
+    """A step hangs: end the window now, with the steps that were made."""
+    now, cpu_s = time.time(), cpu_seconds_below(int(opened["starter"]))
+    marks = json_lines(folder / "marks-0.jsonl")
+    epoch = marks[-1]["epoch"] if marks else 0
+    if epoch == opened["epoch"]:
+        return f"no global step within {now - opened['time']:.0f} s"
+    window = {"first": opened, "last": {"time": now, "epoch": epoch, "cpu_s": cpu_s}}
+    (folder / "window.json").write_text(json.dumps(window), encoding="utf-8")
+    return ""
+
+
+def _stop(peers: list[BaseProcess]) -> None:
+    """Ask politely, then make sure: also of what the peers started and perhaps left behind."""
+    family: dict[int, psutil.Process] = {}
+    for peer in peers:
+        if peer.is_alive():
+            me = psutil.Process(peer.pid)
+            family.update({one.pid: one for one in [me, *me.children(recursive=True)]})
+            peer.terminate()
+    deadline = time.monotonic() + GRACE_S
+    for peer in peers:
+        peer.join(max(0.0, deadline - time.monotonic()))
+        if peer.is_alive():
+            family.update({one.pid: one for one in psutil.Process(peer.pid).children(recursive=True)})
+    for process in family.values():
+        try:
+            process.kill()  # psutil checks that the pid still means the same process
+        except psutil.NoSuchProcess:
+            continue
+    for peer in peers:
+        peer.join()
+
+
+def _read(turn: Turn, folder: Path) -> None:
+    window_path = folder / "window.json"
+    if turn.failure or not window_path.exists():
+        return
+    window = json.loads(window_path.read_text(encoding="utf-8"))
+    first, last = window["first"], window["last"]
+    turn.steps = int(last["epoch"] - first["epoch"])
+    turn.step_s = (last["time"] - first["time"]) / turn.steps
+    turn.cpu_s = (last["cpu_s"] - first["cpu_s"]) / turn.steps
+    for index in range(turn.spec.peers):
+        marks = [mark for mark in json_lines(folder / f"marks-{index}.jsonl") if mark["epoch"] <= last["epoch"]]
+        before = [mark for mark in marks if mark["epoch"] <= first["epoch"]][-1:]
+        inside = [mark for mark in marks if mark["epoch"] > first["epoch"]]
+        turn.rounds.append(rounds_of_marks([*before, *inside], outcomes_of(turn.spec, folder, index)))
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:200] if lines else "no output"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,169 @@
+"""The arithmetic and the text of the benchmarks; nothing is timed here."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from bench_spec import TurnSpec, json_lines, outcomes_of
+from bench_stats import (
+    Round,
+    marginal_megabytes_per_s,
+    markdown_table,
+    megabytes_per_s,
+    number,
+    pair_ratios,
+    percent,
+    rotated,
+    rounds_of_marks,
+    summary,
+    whole_share,
+)
+from bench_tables import DDP, OURS, OURS_8BIT, STOCK, all_tables, full_plan, quick_plan, step_specs
+from bench_turn import Turn
+
+WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wait_s=0.5)
+
+
+def turn(spec: TurnSpec, repeat: int, step_s: float, **changes: object) -> Turn:
+    rounds = [[WHOLE, WHOLE], [WHOLE, replace(WHOLE, fraction=0.5)]]
+    return replace(
+        Turn(spec=spec, repeat=repeat, load=0.0, steps=2, step_s=step_s, cpu_s=1.0, rounds=rounds), **changes
+    )
+
+
+class TestSummaries:
+    def test_median_and_range_leave_out_what_was_not_measured(self) -> None:
+        found = summary([3.0, math.nan, 1.0, 2.0, 10.0])
+        assert (found.median, found.low, found.high, found.count) == (2.5, 1.0, 10.0, 4)
+        assert found.show() == "2.50 (1.00 to 10.0)"
+
+    def test_a_single_measurement_has_no_range_and_none_is_a_dash(self) -> None:
+        assert summary([0.25]).show(" s") == "0.250 s"
+        assert summary([math.nan]).show() == "-"
+
+    @given(st.lists(st.floats(0.001, 1e6), min_size=1))
+    def test_the_median_lies_in_the_range(self, values: list[float]) -> None:
+        found = summary(values)
+        assert min(values) == found.low <= found.median <= found.high == max(values)
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0.012345, "0.0123"), (1.0, "1.00"), (99.96, "100.0"), (1234.5, "1234"), (0.0, "0"), (math.nan, "-")],
+    )
+    def test_numbers_have_three_digits_and_no_exponent(self, value: float, text: str) -> None:
+        assert number(value) == text
+
+    def test_share_of_nothing_is_a_dash(self) -> None:
+        assert (percent(1, 3), percent(0, 0)) == ("33%", "-")
+
+
+class TestPairs:
+    def test_ratios_compare_turns_of_the_same_repeat_only(self) -> None:
+        assert pair_ratios({0: 4.0, 1: 9.0, 2: 5.0}, {1: 3.0, 0: 2.0, 3: 1.0}) == [2.0, 3.0]
+
+    def test_a_turn_without_a_measurement_makes_no_pair(self) -> None:
+        assert pair_ratios({0: math.nan, 1: 4.0}, {0: 1.0, 1: 2.0}) == [2.0]
+        assert pair_ratios({0: 1.0}, {0: 0.0}) == []
+
+    def test_every_contender_runs_first_once(self) -> None:
+        orders = [rotated("abc", repeat) for repeat in range(3)]
+        assert [order[0] for order in orders] == ["a", "b", "c"]
+        assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+
+
+class TestRates:
+    def test_a_megabyte_is_a_million_bytes_and_a_float_has_four(self) -> None:
+        assert megabytes_per_s(5_000_000, 0.5) == pytest.approx(40.0)
+        assert math.isnan(megabytes_per_s(5_000_000, 0.0))
+
+    def test_the_marginal_rate_is_free_of_the_fixed_cost(self) -> None:
+        # 0.3 s of fixed cost, then 100 MB/s
+        assert marginal_megabytes_per_s((5_000_000, 0.5), (25_000_000, 1.3)) == pytest.approx(100.0)
+        assert math.isnan(marginal_megabytes_per_s((5_000_000, 0.5), (25_000_000, 0.4)))
+
+
+class TestRounds:
+    def test_whole_means_everybody_and_everything(self) -> None:
+        partial, alone = replace(WHOLE, fraction=0.997), replace(WHOLE, contributors=1)
+        skipped = replace(WHOLE, advanced=3, contributors=0, fraction=0.0)
+        assert whole_share([WHOLE, partial, alone, skipped], peers=2) == (1, 6)
+
+    def test_a_mark_takes_the_last_round_that_ended_before_it(self) -> None:
+        marks = [
+            {"time": 1.0, "epoch": 4, "samples": 8},
+            {"time": 2.0, "epoch": 5, "samples": 16},
+            {"time": 3.0, "epoch": 8, "samples": 32, "wait_s": 0.75},
+        ]
+        outcomes = [
+            {"time": 0.9, "contributors": 1, "fraction": 1.0},
+            {"time": 1.2, "contributors": 1, "fraction": 0.5},
+            {"time": 1.9, "contributors": 2, "fraction": 1.0, "wait_s": 0.25},
+        ]
+        first, second = rounds_of_marks(marks, outcomes)
+        assert (first.advanced, first.samples, first.contributors, first.wait_s) == (1, 16, 2, 0.25)
+        assert (second.advanced, second.contributors, second.fraction, second.wait_s) == (3, 0, 0.0, 0.75)
+
+    def test_a_line_that_was_cut_off_is_left_out(self, tmp_path: Path) -> None:
+        (tmp_path / "marks.jsonl").write_text('{"epoch": 1}\n{"epo', encoding="utf-8")
+        assert json_lines(tmp_path / "marks.jsonl") == [{"epoch": 1}]
+        assert json_lines(tmp_path / "none.jsonl") == []
+
+    def test_ours_are_read_from_the_events(self, tmp_path: Path) -> None:
+        lines = [
+            '{"event": "RoundStarted", "time": 1.0, "epoch": 0, "samples": 8}',
+            '{"event": "EpochCommitted", "time": 2.0, "epoch": 1, "samples": 8, "contributors": 2, "fraction": 1.0,'
+            ' "duration_s": 0.5}',
+        ]
+        (tmp_path / "events-1.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        (found,) = outcomes_of(TurnSpec(contender=OURS, kind="ours"), tmp_path, 1)
+        assert (found["time"], found["contributors"], found["wait_s"]) == (2.0, 2, 0.5)
+
+
+class TestTables:
+    def test_columns_line_up_and_a_short_row_is_refused(self) -> None:
+        table = markdown_table(["who", "n"], [["ours", "1"], ["stock", "20"]])
+        assert table.splitlines() == ["| who   |   n |", "| :---- | --: |", "| ours  |   1 |", "| stock |  20 |"]
+        with pytest.raises(ValueError, match="1 cells, the header has 2"):
+            markdown_table(["who", "n"], [["ours"]])
+
+    def test_ratios_shares_and_failures_are_shown(self) -> None:
+        ours, ddp, _, stock = step_specs(2)
+        turns = [turn(ours, repeat, 0.3 * (1 + repeat)) for repeat in range(2)]
+        turns += [turn(ddp, repeat, 0.1) for repeat in range(2)]
+        turns += [turn(stock, 0, 3.0), turn(stock, 1, math.nan, cpu_s=math.nan, rounds=[], failure="no step in 20 s")]
+        text = all_tables(turns)
+        (row,) = (line for line in text.splitlines() if line.startswith(f"| {OURS} ") and "to 6.00" in line)
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells == [OURS, "2", "0.450 (0.300 to 0.600)", "4.50 (3.00 to 6.00)", "0.100", "0.500 (0.500 to 0.500)",
+                         "75%", "1.00 (1.00 to 1.00)"]  # fmt: skip
+        assert f"- {STOCK}, 2 peers, 10 parameters, repeat 2: no step in 20 s" in text
+        reliability = text.split("## Reliability")[1]
+        (row,) = (line for line in reliability.splitlines() if line.startswith(f"| {OURS} "))
+        assert [cell.strip() for cell in row.strip("|").split("|")] == [OURS, "10", "2", "8", "6", "75%", "0.500"]
+        assert f"| {DDP}" not in reliability
+
+    def test_the_rate_counts_the_bytes_of_the_gradient_whatever_the_codec(self) -> None:
+        specs = [spec for specs in full_plan() for spec in specs if spec.layers and spec.contender in (OURS_8BIT, DDP)]
+        text = all_tables([turn(spec, 0, 1.0) for spec in specs])
+        rows = [line for line in text.split("## Averaging")[1].splitlines() if line.startswith(f"| {OURS_8BIT} ")]
+        assert [row.split("|")[4].strip() for row in rows[:2]] == ["40.0", "200"]
+
+
+class TestPlans:
+    def test_contenders_of_a_case_have_the_same_samples_and_computation_per_step(self) -> None:
+        for specs in [*full_plan(), *quick_plan()]:
+            assert len({(one.case, one.target_samples, one.batches, one.batch_s) for one in specs}) == 1
+            assert len({one.contender for one in specs}) == len(specs)
+
+    def test_every_case_has_ddp_to_compare_with(self) -> None:
+        for specs in [*full_plan(), *quick_plan()]:
+            assert {OURS, DDP} <= {one.contender for one in specs}
