@@ -23,12 +23,16 @@ class Event:
     """Base of all events. ``time`` is Unix time in seconds on this machine's clock."""
 
     level: ClassVar[int] = logging.DEBUG
+    #: what a user reads, with the fields in braces; empty: the fields as they are
+    sentence: ClassVar[str] = ""
     time: float = field(default_factory=time.time)
 
     def as_dict(self) -> dict[str, object]:
         return {"event": type(self).__name__, **asdict(self)}
 
     def describe(self) -> str:
+        if self.sentence:
+            return self.sentence.format(**asdict(self))
         values = ", ".join(f"{k}={v}" for k, v in asdict(self).items() if k != "time")
         return f"{type(self).__name__}({values})"
 
@@ -38,6 +42,7 @@ class PeerStarted(Event):
     """The libp2p daemon and the DHT of this peer are up."""
 
     level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "this peer is {peer_id}, up after {duration_s:.1f} s"
     peer_id: str
     addresses: list[str]
     run_id: str
@@ -49,6 +54,7 @@ class SwarmReady(Event):
     """The engine is up: this peer can contribute from ``epoch`` on. ``num_peers`` counts this peer, too."""
 
     level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "ready at epoch {epoch}; peers in the run: {num_peers}"
     epoch: int
     num_peers: int
 
@@ -58,6 +64,7 @@ class PeersChanged(Event):
     """The number of peers that report progress changed (this peer included)."""
 
     level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "peers in the run: {num_peers}"
     num_peers: int
 
 
@@ -78,6 +85,7 @@ class BatchDropped(Event):
     """A micro-batch did not count: ``reason`` is ``"non-finite gradient"`` or ``"overflow"`` (the loss scale)."""
 
     level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = "epoch {epoch}: {samples} samples dropped: {reason}"
     epoch: int
     samples: int
     reason: str
@@ -100,7 +108,9 @@ class EpochCommitted(Event):
     With ``delay_grad_averaging`` the round is still under way: ``contributors`` and ``fraction`` are then 0.
     """
 
-    level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = (
+        "epoch {epoch}: stepped with {contributors} peers and {samples} samples of this one, after {duration_s:.2f} s"
+    )
     epoch: int
     samples: int
     contributors: int
@@ -112,7 +122,7 @@ class EpochCommitted(Event):
 class DelayedRoundFinished(Event):
     """With ``delay_grad_averaging``: what came of the round that ended in ``epoch``; see :class:`EpochCommitted`."""
 
-    level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "epoch {epoch}: gradients averaged with {contributors} peers"
     epoch: int
     contributors: int
     fraction: float
@@ -126,6 +136,10 @@ class RoundIncomplete(Event):
     """
 
     level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = (
+        "epoch {epoch}: averaging {kind} brought {fraction:.1%} ({contributors} of {expected} peers): "
+        "{reason}; {action}"
+    )
     epoch: int
     kind: str
     reason: str
@@ -140,6 +154,9 @@ class RoundMissed(Event):
     """The swarm finished ``epoch`` without this peer, which drops its ``samples_lost`` and takes the swarm's state."""
 
     level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = (
+        "the swarm finished epoch {epoch} without this peer; {samples_lost} samples lost, taking the swarm's state"
+    )
     epoch: int
     samples_lost: int
 
@@ -149,6 +166,7 @@ class StateLoaded(Event):
     """Parameters, optimizer state and epoch were taken over from another peer."""
 
     level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "took the swarm's state of epoch {epoch} in {duration_s:.1f} s"
     epoch: int
     duration_s: float
 
@@ -158,6 +176,7 @@ class StateUnavailable(Event):
     """No peer's state could be loaded; ``action`` says what happens now."""
 
     level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = "epoch {epoch}: the swarm's state could not be loaded: {reason}; {action}"
     epoch: int
     reason: str
     action: str
@@ -168,6 +187,7 @@ class StopRequested(Event):
     """A peer asked the whole run to stop; every peer stops once it has committed ``epoch``."""
 
     level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "the run stops at epoch {epoch}"
     epoch: int
     by_this_peer: bool
 
@@ -177,6 +197,7 @@ class DhtSilent(Event):
     """The DHT did not answer in time about ``what``; this peer goes on with what it knows."""
 
     level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = "no answer from the DHT about {what} in {duration_s:.1f} s; going on with what is known"
     what: str
     duration_s: float
 
@@ -186,6 +207,7 @@ class Waiting(Event):
     """Something slow is still going on; said every few seconds, so that a wait is never silent."""
 
     level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "waiting for {what}: {elapsed_s:.0f} of at most {limit_s:.0f} s"
     what: str
     elapsed_s: float
     limit_s: float
@@ -196,6 +218,7 @@ class PeerStopped(Event):
     """Everything that this peer had started is gone again."""
 
     level: ClassVar[int] = logging.INFO
+    sentence: ClassVar[str] = "left the swarm at epoch {epoch} in {duration_s:.1f} s"
     epoch: int
     duration_s: float
 
@@ -229,6 +252,17 @@ class EventBus:
         with self._lock:
             if subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)
+
+
+def make_log_visible() -> None:
+    """Show this package's INFO lines on standard error, unless the script has set up logging itself."""
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[swarm] %(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
 
 
 class LogSubscriber:

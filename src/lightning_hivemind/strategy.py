@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.events import BatchDropped, EventBus, JsonLinesSubscriber, LogSubscriber
+from lightning_hivemind.events import BatchDropped, EventBus, JsonLinesSubscriber, LogSubscriber, make_log_visible
 from lightning_hivemind.lightning_twins import (
     accept_everywhere,
     chosen_package,
@@ -109,10 +109,12 @@ class HivemindStrategy(_Base):
         require_hivemind()
         super().__init__()
         self.events = EventBus()
+        make_log_visible()
         self.events.subscribe(LogSubscriber(verbose=verbose))
         self._network: PeerNetwork | None = None
         self._session: TrainingSession | None = None
         self._batch_samples = 0
+        self._last_epoch = 0
         self._events_to_file = False
 
     # ------------------------------------------------------------------ Trainer(...)
@@ -227,6 +229,7 @@ class HivemindStrategy(_Base):
 
     def teardown(self) -> None:
         """Leave the swarm and stop every process that was started; safe to call twice."""
+        self._last_epoch = self.global_epoch
         session, self._session = self._session, None
         network, self._network = self._network, None
         try:
@@ -251,8 +254,8 @@ class HivemindStrategy(_Base):
 
     @property
     def global_epoch(self) -> int:
-        """Committed global steps of the swarm."""
-        return self._session.engine.epoch if self._session is not None else 0
+        """Committed global steps of the swarm; after the fit, as many as there were."""
+        return self._session.engine.epoch if self._session is not None else self._last_epoch
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:
         """The mean of a metric over all peers, weighted by samples; never waits for anybody.

@@ -146,13 +146,14 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _remove_listener(directory: Path) -> None:
-    """Remove the dead maker's multiprocessing socket, and the directory that held it if nothing else is there."""
+    """Remove the dead maker's multiprocessing sockets (its forked children's lie beside its own) and their directory."""
     try:
         listener = Path((directory / _LISTENER).read_text(encoding="utf-8"))
-        if listener.name.startswith("listener-") and stat.S_ISSOCK(listener.lstat().st_mode):
-            listener.unlink()
-            if listener.parent.name.startswith("pymp-"):
-                listener.parent.rmdir()
+        for socket in listener.parent.glob("listener-*"):
+            if stat.S_ISSOCK(socket.lstat().st_mode):
+                socket.unlink(missing_ok=True)
+        if listener.parent.name.startswith("pymp-"):
+            listener.parent.rmdir()
     except OSError:  # never made, removed by another child meanwhile, or the directory is still in use
         return
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.training.schedulers import refuse_plateau
 
 
 def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
@@ -50,6 +51,8 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
             f"configure_optimizers returned {len(strategy.optimizers)} optimizers: a swarm trains with exactly one."
             " Put all parameters into one optimizer, with param groups for unlike settings."
         )
+    for config in strategy.lr_scheduler_configs:
+        refuse_plateau(config)
     if strategy.lr_scheduler_configs and arguments.recreates_optimizer:
         raise ArgumentError(
             "configure_optimizers returned a scheduler, but with offload_optimizer or delay_* the optimizer is created"

@@ -31,19 +31,9 @@ class SwarmSchedulers:
         self._epoch = 0
 
     def take_over(self, configs: Sequence[Any]) -> None:
-        """Stop Lightning from advancing ``configs`` (their ``frequency`` is kept here); monitors still see them.
-
-        Raises:
-            ArgumentError: one is a ``ReduceLROnPlateau``; no peer knows the swarm's metric at the time of a step.
-        """
+        """Stop Lightning from advancing ``configs`` (their ``frequency`` is kept here); monitors still see them."""
         self._taken = []
         for config in configs:
-            if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
-                raise ArgumentError(
-                    "lr_scheduler=ReduceLROnPlateau: refused, because each peer would lower its own learning rate at"
-                    " another step. Use a schedule that depends on the number of steps only, such as"
-                    " CosineAnnealingLR or LambdaLR."
-                )
             if config.interval == "epoch":
                 log.info(
                     "%s has interval='epoch', but passes over the data differ from peer to peer: it advances once per"
@@ -64,6 +54,15 @@ class SwarmSchedulers:
     def mark(self, epoch: int) -> None:
         """The schedulers' own state was (or will be) loaded for ``epoch``: do not advance them to it."""
         self._epoch = epoch
+
+
+def refuse_plateau(config: Any) -> None:
+    """Raises ArgumentError for a ``ReduceLROnPlateau``: no peer knows the swarm's metric at the time of a step."""
+    if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
+        raise ArgumentError(
+            "lr_scheduler=ReduceLROnPlateau: refused, because each peer would lower its own learning rate at another"
+            " step. Use a schedule that depends on the number of steps only, such as CosineAnnealingLR or LambdaLR."
+        )
 
 
 def scheduler_from(scheduler_fn: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:

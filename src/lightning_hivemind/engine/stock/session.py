@@ -293,7 +293,9 @@ class Session:
             self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
 
     def _resize_groups(self, size: int) -> None:
-        fixed = "target_group_size" in (self._a.averager_opts or {})
+        options = self._a.averager_opts or {}
+        fixed = "target_group_size" in options
+        size = max(size, options.get("min_group_size", 2))
         if size != self._group_size and not fixed:
             self._group_size = size
             for averager in (self._parts.grads, self._parts.state):
