@@ -57,7 +57,7 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
             self.wait_until_ready(timeout)
 
     def run(self) -> None:
-        settle_child(self._parent_pid)
+        settle_child(self._parent_pid, cleanup=self.dht._sockets.remove)
         keep_tasks_alive()
         super().run()
 
