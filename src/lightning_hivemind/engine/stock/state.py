@@ -16,14 +16,22 @@ from lightning_hivemind.errors import StateError
 def prime_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer's state tensors without changing a parameter, as before the first step.
 
-    hivemind makes one step with zero gradients for that, which applies weight decay and counts as a step. Here the
-    parameters are put back and step counters are zeroed. Gradients are left as they were.
+    hivemind makes one step with zero gradients for that, which applies weight decay and counts as a step. Here weight
+    decay is switched off for it (it would enter the moments), parameters are put back and step counters are zeroed.
+    Gradients are left as they were.
     """
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [(p.detach().clone(), p.grad) for p in parameters]
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer.step()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
     with torch.no_grad():
         for p, (value, grad) in zip(parameters, kept, strict=True):
             p.copy_(value)
