@@ -146,7 +146,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _remove_listener(directory: Path) -> None:
-    """Remove the dead maker's multiprocessing sockets (its forked children's lie beside its own) and their directory."""
+    """Remove the dead maker's multiprocessing sockets, its children's beside its own, and their directory."""
     try:
         listener = Path((directory / _LISTENER).read_text(encoding="utf-8"))
         for socket in listener.parent.glob("listener-*"):
