@@ -50,6 +50,7 @@ class Session:
         self._delayed_result: RoundResult | None = None
         self._last_members: frozenset[bytes] = frozenset()
         self._group_size: int | None = None
+        self._cancelled = threading.Event()  # what is under way must come back; the next call may work again
         self._closing = threading.Event()
         self.stop_wanted = False
         #: how many epochs the swarm may be ahead before this peer must take its state instead of joining its round
@@ -99,6 +100,7 @@ class Session:
 
     def finish_background(self) -> None:
         """Wait for everything that is delayed, and apply it."""
+        self._cancelled.clear()
         self._parts.state.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
         self.apply_finished()
 
@@ -111,6 +113,7 @@ class Session:
             Missed: they ended it without this peer. Nothing was changed here.
         """
         parts = self._parts
+        self._cancelled.clear()
         with parts.tracker.pause_updates():
             if self._a.delay_optimizer_step or self._a.delay_state_averaging:
                 self.finish_background()
@@ -324,6 +327,7 @@ class Session:
             StateError: what was sent does not fit; nothing changed.
         """
         parts = self._parts
+        self._cancelled.clear()
         cancel(self._grad_control)
         parts.state.step(wait_for_delayed_updates=True)
         with parts.tracker.pause_updates(), parts.state.lock_commit:
@@ -347,13 +351,14 @@ class Session:
     # ------------------------------------------------------------------ the end
 
     def cancel(self) -> None:
-        """Make whatever blocks come back."""
-        self._closing.set()
+        """Make what blocks now come back."""
+        self._cancelled.set()
         cancel(self._grad_control)
         cancel(self._state_control)
 
     def close(self, timeout_s: float) -> None:
         """Say goodbye, then stop both averager processes, the hard way if need be."""
+        self._closing.set()
         self.cancel()
         deadline = time.monotonic() + timeout_s
         self._parts.tracker.shutdown(min(1.0, timeout_s / 4))
@@ -362,7 +367,7 @@ class Session:
         self._parts.state.step_executor.shutdown(wait=False, cancel_futures=True)
 
     def _should_abort(self) -> bool:
-        return self._closing.is_set() or self._training.should_abort()
+        return self._cancelled.is_set() or self._closing.is_set() or self._training.should_abort()
 
     @property
     def _patience_s(self) -> float:
