@@ -29,6 +29,7 @@ class TurnSpec:
         codec: name in ``lightning_hivemind`` of the codec of gradients; empty: none.
         warm: global steps of every peer before the measurement begins.
         steps, window_s: the measurement ends after so many steps, or with the first step after so many seconds.
+        once: run in the first repeat only, because a turn takes long.
     """
 
     contender: str
@@ -43,6 +44,7 @@ class TurnSpec:
     warm: int = 2
     steps: int = 20
     window_s: float = 20.0
+    once: bool = False
 
     @property
     def parameters(self) -> int:

@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing as mp
 import os
+import random
 import shutil
 import socket
 import sys
@@ -39,6 +40,7 @@ class Turn:
         step_s: seconds per global step over the whole window.
         cpu_s: processor seconds of all processes of all peers per global step.
         rounds: of each peer, within the window.
+        history: the same from the peer's first step to the end of the turn, measured or not.
     """
 
     spec: TurnSpec
@@ -49,6 +51,7 @@ class Turn:
     cpu_s: float = math.nan
     total_s: float = math.nan
     rounds: list[list[Round]] = field(default_factory=list)
+    history: list[list[Round]] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -99,6 +102,7 @@ def peer_process(folder: Path, index: int, env: dict[str, str]) -> None:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     os.environ.update(env)
+    random.seed()  # every fork has the same state of it, and hivemind draws the ids of DHT nodes from it
     mp.set_start_method("fork", force=True)  # what an ordinary script has, and what hivemind needs
     import bench_peer
 
@@ -169,6 +173,9 @@ def _stop(peers: list[BaseProcess]) -> None:
 
 
 def _read(turn: Turn, folder: Path) -> None:
+    for index in range(turn.spec.peers if turn.spec.kind != "ddp" else 0):
+        every = json_lines(folder / f"marks-{index}.jsonl")
+        turn.history.append(rounds_of_marks(every, outcomes_of(turn.spec, folder, index)))
     window_path = folder / "window.json"
     if turn.failure or not window_path.exists():
         return
