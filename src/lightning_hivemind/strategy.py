@@ -338,4 +338,7 @@ class CollaborativeStrategy(HivemindStrategy):
     strategy_name = "collaborative"
 
 
+# LightningCLI asks whether a class path names a Strategy before it makes one
+accept_everywhere(HivemindStrategy, CollaborativeStrategy)
+
 __all__ = ["CollaborativeStrategy", "HivemindStrategy"]
