@@ -26,7 +26,7 @@ from bench_stats import Round, rounds_of_marks
 # import and must not be shared by peers.
 STARTER = mp.get_context("forkserver")
 STARTER.set_forkserver_preload(["bench_peer"])
-START_S = 50.0  # the measurement begins at the latest now, whether peers got going or not
+START_S = 35.0  # the measurement begins at the latest now, whether peers got going or not
 OVERTIME = 1.25  # a window ends here, in the middle of a step if need be
 GRACE_S = 5.0
 POLL_S = 0.05

@@ -63,17 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None) -> list[Turn]:
     """At least one repeat; another one only if it fits into ``limit_s`` judging by the one before."""
     turns: list[Turn] = []
-    begin, last_s = time.monotonic(), 0.0
+    begin, next_s = time.monotonic(), 0.0
     for repeat in range(MOST_REPEATS):
-        before = time.monotonic()
-        if repeat and before - begin + last_s > limit_s:
+        if repeat and time.monotonic() - begin + next_s > limit_s:
             break
         for specs in plan:
             for spec in rotated([one for one in specs if not (one.once and repeat)], repeat):
                 turn = run_turn(spec, repeat, keep)
                 turns.append(turn)
                 print(_progress(turn), file=sys.stderr, flush=True)
-        last_s = time.monotonic() - before
+        next_s = sum(turn.total_s for turn in turns if turn.repeat == repeat and not turn.spec.once)
     return turns
 
 

@@ -35,9 +35,8 @@ WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wa
 
 def turn(spec: TurnSpec, repeat: int, step_s: float, **changes: object) -> Turn:
     rounds = [[WHOLE, WHOLE], [WHOLE, replace(WHOLE, fraction=0.5)]]
-    return replace(
-        Turn(spec=spec, repeat=repeat, load=0.0, steps=2, step_s=step_s, cpu_s=1.0, rounds=rounds), **changes
-    )
+    measured = Turn(spec=spec, repeat=repeat, load=0.0, steps=2, step_s=step_s, cpu_s=1.0)
+    return replace(measured, **{"rounds": rounds, "history": rounds, **changes})
 
 
 class TestSummaries:
