@@ -37,7 +37,7 @@ START_S = 60.0
 STEP_S = 40.0
 
 #: short rounds for loopback; tests of defaults do not use it
-QUICK: dict[str, Any] = {"matchmaking_time": 2.0, "averaging_timeout": 15.0, "host_maddrs": ["/ip4/0.0.0.0/tcp/0"]}
+QUICK: dict[str, Any] = {"matchmaking_time": 2.0, "averaging_timeout": 15.0}
 
 Record = dict[str, Any]
 
@@ -316,7 +316,7 @@ class Swarm:
 
     def start(self, count: int = 1, *, together: bool = True, peers: Sequence[dict[str, Any]] = (), quick: bool = True,
               **common: Any) -> list[Peer]:  # fmt: skip
-        """Start ``count`` trainers that join through the first one, and return when all are in the swarm.
+        """Start ``count`` trainers that join through the first living one, and return when all are in the swarm.
 
         Args:
             together: hold all before their first batch until everybody is seen by everybody (``spec.barrier``).
@@ -331,11 +331,9 @@ class Swarm:
             for part in ({"strategy": dict(QUICK)} if quick else {}, common, special):
                 for key, value in part.items():
                     fields[key] = {**fields.get(key, {}), **value} if isinstance(value, dict) else value
-            if self.peers and fields.get("strategy", {}) is not None:
-                fields.setdefault("strategy", {})
-                if not {"initial_peers"} & set(fields["strategy"]) and not fields.pop("joins_itself", False):
-                    fields["strategy"] = {**fields["strategy"], "initial_peers": self.addresses()}
-            fields.pop("joins_itself", None)
+            strategy = fields.setdefault("strategy", {})
+            if self._living and "initial_peers" not in strategy and "INITIAL_PEERS" not in str(fields.get("env")):
+                fields["strategy"] = {**strategy, "initial_peers": self.addresses()}
             peer = self.launch(PeerSpec(**fields))
             started.append(peer)
             if number == 0 and count > 1:
@@ -349,11 +347,13 @@ class Swarm:
         return started
 
     def addresses(self) -> list[str]:
-        """Addresses of the first peer that has said some."""
-        for peer in self.peers:
-            if peer.exit_code is None:
-                return list(peer.wait_for("PeerStarted", timeout_s=START_S)["addresses"])
-        raise AssertionError("no peer lives that one could join through")
+        """Addresses of the first living peer that others can join through."""
+        return list(self._living[0].wait_for("PeerStarted", timeout_s=START_S)["addresses"])
+
+    @property
+    def _living(self) -> list[Peer]:
+        joinable = [p for p in self.peers if p.spec.strategy is not None and not p.spec.strategy.get("client_mode")]
+        return [peer for peer in joinable if peer.exit_code is None]
 
     def plain(self, **fields: Any) -> Peer:
         """Run a plain Trainer, without any strategy of ours, to its end."""

@@ -54,8 +54,28 @@ class Order(torch.utils.data.Sampler[int]):
         return self.samples
 
 
-def make_loader(samples: int, batch_size: int, order_seed: int | None) -> DataLoader[dict[str, Tensor]]:
-    return DataLoader(Numbered(samples), batch_size=batch_size, sampler=Order(samples, order_seed))
+class Resumable(DataLoader[dict[str, Tensor]]):
+    """Continues in the middle of a pass: Lightning saves its state in the checkpoint, and loads it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._given = self._to_skip = 0
+
+    def __iter__(self) -> Any:
+        skip, self._to_skip = self._to_skip, 0
+        for self._given, batch in enumerate(super().__iter__(), start=1):
+            if self._given > skip:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self._given % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._to_skip = state["given"]
+
+
+def make_loader(samples: int, batch_size: int, order_seed: int | None) -> Resumable:
+    return Resumable(Numbered(samples), batch_size=batch_size, sampler=Order(samples, order_seed))
 
 
 def make_net(width: int = 16, norm: bool = False, seed: int = 0, half: bool = False) -> nn.Sequential:
@@ -87,8 +107,8 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
     """A LightningModule of the given package.
 
     Options: ``width``, ``norm``, ``seed`` (the network); ``optimizer``, ``lr``, ``scheduler``, ``interval``;
-    ``optimizers`` (how many); ``nan_at``, ``inf_at``, ``raise_at`` (batch numbers of this process), ``scale_loss``;
-    ``monitor`` (metric logged by validation, with a script of values); ``swarm_metric``; ``own_zero_grad``.
+    ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of batches), ``scale_loss``;
+    ``monitor_values`` (what validation logs, by global step); ``own_zero_grad``.
     """
 
     class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -98,6 +118,7 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             keys = ("width", "norm", "seed")
             self.net = make_net(**{k: options[k] for k in keys if k in options})
             self.batches_seen = 0
+            self.automatic_optimization = not options.get("manual", False)
             self.before_batch: Any = lambda batch: None
 
         def forward(self, x: Tensor) -> Tensor:

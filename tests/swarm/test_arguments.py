@@ -126,10 +126,10 @@ def test_an_identity_file_keeps_the_peer_id(swarm: Swarm) -> None:
     strategy = {"identity_path": str(swarm.folder / "identity")}
     ids = []
     for _ in range(2):
-        (peer,) = swarm.start(1, together=False, strategy=strategy, trainer={"max_steps": 1}, joins_itself=True)
+        (peer,) = swarm.start(1, together=False, strategy=strategy, trainer={"max_steps": 1})
         swarm.finish(peer)
         ids.append(peer.said("PeerStarted")[0]["peer_id"])
-    (other,) = swarm.start(1, together=False, trainer={"max_steps": 1}, joins_itself=True)
+    (other,) = swarm.start(1, together=False, trainer={"max_steps": 1})
     swarm.finish(other)
     assert ids[0] == ids[1] != other.said("PeerStarted")[0]["peer_id"]
 

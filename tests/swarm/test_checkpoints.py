@@ -24,7 +24,6 @@ def test_one_peer_continues_as_if_it_had_not_been_interrupted(swarm: Swarm, pack
         "model": MODEL,
         "strategy": {"target_batch_size": 16},
         "together": False,
-        "joins_itself": True,
         "lightning": package,
         "data_samples": 1024,
         "order_seed": None,
@@ -34,7 +33,7 @@ def test_one_peer_continues_as_if_it_had_not_been_interrupted(swarm: Swarm, pack
     swarm.finish(whole)
     (half,) = swarm.start(1, trainer={"max_steps": 4}, free={"save_to": saved}, **common)
     swarm.finish(half)
-    (rest,) = swarm.start(1, trainer={"max_steps": 8}, ckpt_path=saved, free={"skip_batches": 8}, **common)
+    (rest,) = swarm.start(1, trainer={"max_steps": 8}, ckpt_path=saved, **common)
     swarm.finish(rest)
     assert min(rest.commits) == 4
     for step in range(4, 9):
@@ -101,7 +100,7 @@ def test_a_peer_that_resumes_while_the_swarm_went_on_takes_the_swarms_state(swar
     saved = str(swarm.folder / "old.ckpt")
     (early,) = swarm.start(1, together=False, model=MODEL, trainer={"max_steps": 1}, free={"save_to": saved})
     swarm.finish(early)
-    (ahead,) = swarm.start(1, together=False, joins_itself=True, model=MODEL, hold_at=[4], trainer={"max_steps": 6},
+    (ahead,) = swarm.start(1, together=False, model=MODEL, hold_at=[4], trainer={"max_steps": 6},
                            delay_s=0.05)  # fmt: skip
     ahead.wait_for("holding", epoch=4)
     (back,) = swarm.start(1, together=False, model=MODEL, ckpt_path=saved, trainer={"max_steps": 6}, delay_s=0.05,

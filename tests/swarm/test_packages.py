@@ -68,7 +68,7 @@ trainer:
   enable_checkpointing: false
   enable_progress_bar: false
   strategy:
-    class_path: lightning_hivemind.strategy.HivemindStrategy
+    class_path: CLASS_PATH
     init_args:
       target_batch_size: 16
       matchmaking_time: 2.0
@@ -77,9 +77,10 @@ trainer:
 
 
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
-def test_lightning_cli_takes_the_strategy_from_yaml(swarm: Swarm, package: str) -> None:
+@pytest.mark.parametrize("home", ["lightning_hivemind.strategy", "lightning_hivemind"])
+def test_lightning_cli_takes_the_strategy_from_yaml(swarm: Swarm, package: str, home: str) -> None:
     config = Path(swarm.folder, "config.yaml")
-    config.write_text(CONFIG, encoding="utf-8")
+    config.write_text(CONFIG.replace("CLASS_PATH", f"{home}.HivemindStrategy"), encoding="utf-8")
     peer = swarm.launch(PeerSpec(lightning=package, scenario="swarm.scenarios:cli", free={"config": str(config)}))
     result = peer.wait_for("finished", timeout_s=START_S)
     assert (result["global_step"], result["target"]) == (2, 16)

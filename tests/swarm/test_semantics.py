@@ -40,6 +40,10 @@ def test_global_step_counts_global_steps(swarm: Swarm) -> None:
     assert peer.said("finished")[0]["batches"] == 6
 
 
+def test_the_epoch_stays_readable_after_the_fit(swarm: Swarm) -> None:
+    assert alone(swarm, trainer={"max_steps": 2}).said("finished")[0]["epoch"] == 2
+
+
 def test_max_steps_ends_all_peers_at_the_same_step_though_one_is_slower(swarm: Swarm) -> None:
     peers = swarm.start(2, peers=[{"delay_s": 0.02}, {"delay_s": 0.1}], trainer={"max_steps": 3})
     swarm.finish()
@@ -81,7 +85,7 @@ def test_early_stopping_on_one_peer_stops_both_at_the_same_epoch(swarm: Swarm) -
     )
     swarm.finish()
     ends = [peer.said("finished")[0] for peer in (first, second)]
-    assert ends[0]["epoch"] == ends[1]["epoch"] == max(first.commits) == max(second.commits)
+    assert ends[0]["global_step"] == ends[1]["global_step"] == max(first.commits) == max(second.commits)
     assert first.said("StopRequested", by_this_peer=True)
     assert second.said("StopRequested", by_this_peer=False)
 
@@ -152,7 +156,8 @@ def test_a_gradient_accumulation_scheduler_is_refused(swarm: Swarm) -> None:
 
 
 def test_several_optimizers_are_refused(swarm: Swarm) -> None:
-    assert "optimizer" in refused(swarm, model={"optimizers": 2})
+    """Lightning allows them in manual optimization only."""
+    assert "optimizer" in refused(swarm, model={"optimizers": 2, "manual": True})
 
 
 def test_reduce_on_plateau_is_refused(swarm: Swarm) -> None:

@@ -50,8 +50,8 @@ def test_every_way_to_name_initial_peers_joins(swarm: Swarm) -> None:
     founder.wait_for("holding")
     addresses = swarm.addresses()
     ways = [
-        {"env": {"INITIAL_PEERS": ",".join(addresses)}, "joins_itself": True},
-        {"env": {"PL_INITIAL_PEERS": ",".join(addresses)}, "joins_itself": True},
+        {"env": {"INITIAL_PEERS": ",".join(addresses)}},
+        {"env": {"PL_INITIAL_PEERS": ",".join(addresses)}},
         {"strategy": {"initial_peers": addresses}},
         {"strategy": {"initial_peers": ", ".join(addresses)}},
     ]
@@ -64,7 +64,7 @@ def test_the_printed_invitation_names_addresses_under_which_the_peer_answers(swa
     founder.wait_for("holding")
     (line,) = [text for text in founder.output.splitlines() if text.startswith("INITIAL_PEERS=")]
     value = line.split("=", 1)[1].split()[0]
-    (joiner,) = swarm.start(1, env={"INITIAL_PEERS": value}, joins_itself=True, together=False)
+    (joiner,) = swarm.start(1, env={"INITIAL_PEERS": value}, together=False)
     joiner.wait_for("StateLoaded", timeout_s=START_S)
 
 
