@@ -20,7 +20,6 @@ _KNOWN = "leave it away: the strategy knows it"
 AVERAGER_KEYWORDS = frozenset(
     {
         "averaging_alpha",
-        "allow_state_sharing",
         "bandwidth",
         "declare_state_period",
         "initial_group_bits",
@@ -36,6 +35,7 @@ AVERAGER_KEYWORDS = frozenset(
 #: keywords of hivemind's averagers that the strategy sets -> what to use instead
 AVERAGER_OWNED: Mapping[str, str] = {
     "accumulate_grads_on": _KNOWN,
+    "allow_state_sharing": "leave it away: every peer that trains and can be reached shares its state",
     "allreduce_timeout": "use the argument allreduce_timeout",
     "auxiliary": "use the argument auxiliary",
     "average_opt_statistics": "use the argument average_opt_statistics",
@@ -222,9 +222,6 @@ def _network(values: Values, peers_from: str) -> None:
         if values["announce_maddrs"]:
             wrong = "a client (client_mode=True) accepts no connections, so it has no address to announce"
             raise refusal("announce_maddrs", list(values["announce_maddrs"]), wrong, "leave it away")
-        if values["averager_opts"].get("allow_state_sharing"):
-            wrong = "a client (client_mode=True) accepts no connections, so nobody can download its state"
-            raise refusal("averager_opts", dict(values["averager_opts"]), wrong, "leave allow_state_sharing away")
     if values["use_auto_relay"] and not values["use_relay"]:
         raise refusal("use_auto_relay", True, "needs relays, and use_relay=False forbids them", "set use_relay=True")
     if values["trusted_relays"] and not values["use_auto_relay"]:

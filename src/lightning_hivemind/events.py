@@ -105,7 +105,8 @@ class EpochCommitted(Event):
 
     ``contributors`` are the peers whose gradients are in it, ``samples`` those of this peer, ``fraction`` the share
     of the averaged values that really arrived (1.0 when alone), ``duration_s`` the time that training waited for it.
-    With ``delay_grad_averaging`` the round is still under way: ``contributors`` and ``fraction`` are then 0.
+    While the round is still under way (``delay_grad_averaging``, or ``use_local_updates`` with
+    ``delay_state_averaging``) ``contributors`` and ``fraction`` are 0.
     """
 
     sentence: ClassVar[str] = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from abc import ABCMeta
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -54,13 +55,27 @@ def lightning_module(package: str, name: str = "") -> ModuleType:
     return importlib.import_module(f"{package}.{name}" if name else package)
 
 
+class Twinned(ABCMeta):
+    """Metaclass of the mixin: constructing it constructs its twin for the package that the script uses."""
+
+    #: the Lightning package of a twin; empty for a mixin
+    package: str = ""
+    #: the mixin that a twin was made of
+    mixin: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not cls.package:
+            return twin_of(cls, chosen_package())(*args, **kwargs)
+        accept_everywhere(cls)
+        return super().__call__(*args, **kwargs)
+
+
 @cache
 def twin_of(cls: type, package: str) -> type:
     """``cls`` (the mixin, or a user's subclass of it) over ``package``'s ``Strategy``."""
     base: Any = lightning_module(package, "strategies").Strategy
-    twin = type(cls.__name__, (cls, base), {"__module__": cls.__module__, "__doc__": cls.__doc__, "package": package})
-    twin.mixin = cls  # type: ignore[attr-defined]
-    return twin
+    own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "package": package, "mixin": cls}
+    return type(cls.__name__, (cls, base), own)
 
 
 def accept_everywhere(*classes: type) -> None:

@@ -14,12 +14,7 @@ import torch
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.events import BatchDropped, EventBus, JsonLinesSubscriber, LogSubscriber, make_log_visible
-from lightning_hivemind.lightning_twins import (
-    accept_everywhere,
-    chosen_package,
-    package_of,
-    twin_of,
-)
+from lightning_hivemind.lightning_twins import Twinned, accept_everywhere, package_of, twin_of
 from lightning_hivemind.platform import require_hivemind
 from lightning_hivemind.training.samples import count_samples
 from lightning_hivemind.training.session import TrainingSession
@@ -39,7 +34,7 @@ NETWORK_STOP_S = 4.0
 CHECKPOINT_KEY = "lightning_hivemind"
 
 
-class HivemindStrategy(_Base):
+class HivemindStrategy(_Base, metaclass=Twinned):
     """Train one model together with other peers over the internet.
 
     Gradients are accumulated until the *whole swarm* has ``target_batch_size`` samples, then averaged among the peers,
@@ -55,7 +50,8 @@ class HivemindStrategy(_Base):
     """
 
     strategy_name = "hivemind"
-    package: str = ""
+    # set in the twins, see lightning_twins
+    package: str
     mixin: type
     #: set by Lightning to the devices that the Trainer was given
     parallel_devices: list[torch.device] | None = None
@@ -63,11 +59,6 @@ class HivemindStrategy(_Base):
     local_rank = 0
     node_rank = 0
     world_size = 1
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        twin = cls if cls.package else twin_of(cls, chosen_package())
-        accept_everywhere(twin)
-        return object.__new__(twin)
 
     def __init__(
         self,
@@ -234,7 +225,7 @@ class HivemindStrategy(_Base):
         network, self._network = self._network, None
         try:
             if session is not None:
-                session.close(ENGINE_STOP_S)
+                session.close(min(self.arguments.shutdown_timeout, ENGINE_STOP_S))
         finally:
             if network is not None:
                 network.shutdown(NETWORK_STOP_S)

@@ -185,8 +185,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"client_mode": True}, "give initial_peers (or set INITIAL_PEERS)"),
     ({"client_mode": True, "initial_peers": PEER, "announce_maddrs": ["/ip4/203.0.113.9/tcp/1"]}, "leave it away"),
     (
-        {"client_mode": True, "initial_peers": PEER, "averager_opts": {"allow_state_sharing": True}},
-        "leave allow_state_sharing away",
+        {"averager_opts": {"allow_state_sharing": True}},
+        "every peer that trains and can be reached shares its state",
     ),
     ({"use_ipfs": True, "initial_peers": PEER}, "leave initial_peers away, or set use_ipfs=False"),
     ({"use_auto_relay": True, "use_relay": False}, "set use_relay=True"),

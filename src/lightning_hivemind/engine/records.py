@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.errors import SchemaMismatchError
+from lightning_hivemind.errors import ArgumentError, SchemaMismatchError
 from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
 
 LOOK_S = 5.0
 PRINTS = 4  # hexadecimal digits per tensor: enough to say which one differs
-MAX_METRICS = 100
+MAX_PRINTED = 200  # tensors; a record in the DHT is small, and the digest decides anyway
+MAX_METRICS = 20
+MAX_NAME = 40
 
 
 class SwarmRecords:
@@ -51,8 +53,11 @@ class SwarmRecords:
 
     def mean(self, name: str, value: float, samples: int) -> float:
         """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples."""
-        if name not in self._metrics and len(self._metrics) >= MAX_METRICS:
-            raise ValueError(f"swarm_mean: more than {MAX_METRICS} names; name={name!r} is one too many")
+        if len(name) > MAX_NAME or (name not in self._metrics and len(self._metrics) >= MAX_METRICS):
+            raise ArgumentError(
+                f"swarm_mean(name={name!r}): at most {MAX_METRICS} names of at most {MAX_NAME} characters, because"
+                " every peer keeps them in one small record. Use fewer, or shorter ones."
+            )
         self._metrics[name] = [float(value), float(samples)]
         self._records.publish(metrics=dict(self._metrics))
         pairs = [(float(value), float(samples))]
@@ -61,8 +66,8 @@ class SwarmRecords:
         weight = sum(samples for _, samples in pairs)
         return sum(v * s for v, s in pairs) / weight if weight > 0 else float(value)
 
-    def close(self) -> None:
-        self._records.close()
+    def close(self, timeout_s: float) -> None:
+        self._records.close(timeout_s)
 
     def _others(self) -> dict[str, dict[str, Any]]:
         return {peer: record for peer, record in self._records.read().items() if peer != self._peer_id}
@@ -70,7 +75,8 @@ class SwarmRecords:
     def _own_schema(self) -> dict[str, Any]:
         prints = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
         digest = hashlib.sha256("\n".join(self._schema).encode()).hexdigest()[:32]
-        return {"digest": digest, "prints": "".join(prints), "target": self._a.target_batch_size}
+        shown = "".join(prints) if len(prints) <= MAX_PRINTED else ""
+        return {"digest": digest, "prints": shown, "target": self._a.target_batch_size}
 
     def _compare(self, peer: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         if theirs.get("target") != mine["target"]:
@@ -87,8 +93,8 @@ class SwarmRecords:
 
     def _difference(self, theirs: dict[str, Any]) -> str:
         text = theirs.get("prints")
-        if not isinstance(text, str):
-            return "Its description could not be read."
+        if not isinstance(text, str) or not text:
+            return "Which parameter differs cannot be told: the models are too large for that."
         others = [text[i : i + PRINTS] for i in range(0, len(text), PRINTS)]
         own = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
         for line, left, right in zip(self._schema, own, others, strict=False):

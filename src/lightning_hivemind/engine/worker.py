@@ -33,6 +33,7 @@ class Worker:
         self._name, self._events, self._should_abort = name, events, should_abort
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stuck: str | None = None
 
     def call(self, function: Callable[[], T], *, what: str, limit_s: float, cancel: Callable[[], None]) -> T:
         """Run ``function`` in the worker and wait for it.
@@ -45,6 +46,10 @@ class Worker:
         Raises:
             EngineStuckError: it did not come back even after ``cancel``. The engine cannot be used any more.
         """
+        if self._stuck is not None:
+            raise EngineStuckError(
+                f"{what}: the engine is still stuck in {self._stuck}; see the error before this one."
+            )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -62,6 +67,7 @@ class Worker:
                     cancelled_at = now
                     cancel()
                 elif cancelled_at is not None and now - cancelled_at > GRACE_S:
+                    self._stuck = what
                     raise EngineStuckError(
                         f"{what} did not return in {now - start:.1f} s (limit {limit_s:.1f} s), nor when cancelled."
                         " Parameters are those of the last committed epoch. Restart this peer: it will take the swarm's"
@@ -73,6 +79,11 @@ class Worker:
         except KeyboardInterrupt:
             cancel()
             raise
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call never came back, so that no further one can be made."""
+        return self._stuck is not None
 
     def close(self) -> None:
         """Let the thread end after the call that it is in."""

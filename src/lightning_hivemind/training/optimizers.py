@@ -33,6 +33,19 @@ def rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[Mapping[st
     return rebuild
 
 
+class _GroupView(dict[str, Any]):
+    """One group of a host optimizer: reads as it, over other parameters, and writes through."""
+
+    def __init__(self, hosted: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        super().__init__({**hosted, "params": parameters})
+        self._hosted = hosted
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "params":
+            self._hosted[key] = value
+
+
 class HostedOptimizer(torch.optim.Optimizer):
     """What Lightning gets for an optimizer that the engine keeps in host memory.
 
@@ -47,11 +60,12 @@ class HostedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The host optimizer's groups, seen over the model's own parameters."""
-        groups, start = [], 0
+        """The host optimizer's groups, seen over the model's own parameters; settings written here reach the host."""
+        groups: list[dict[str, Any]] = []
+        start = 0
         for group in self.hosted.param_groups:
             end = start + len(group["params"])
-            groups.append({**group, "params": self._model_parameters[start:end]})
+            groups.append(_GroupView(group, self._model_parameters[start:end]))
             start = end
         return groups
 

@@ -70,6 +70,8 @@ class TrainingSession:
         if self._zero_grad is not None:
             self._zero_grad.disable()
         self._progress.attach()
+        if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
+            self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step)
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
         self._schedulers.mark(epoch)  # Lightning loads their state right after this

@@ -49,6 +49,9 @@ def test_the_view_clears_the_models_gradients_and_never_the_averaged_ones() -> N
     assert all(p.grad is not None for p in hosts)
     assert [p for group in view.param_groups for p in group["params"]] == model
     assert view.param_groups[0]["lr"] == 0.5
+    view.param_groups[0]["lr"] = 0.25
+    assert hosted.param_groups[0]["lr"] == 0.25
+    assert hosted.param_groups[0]["params"] == hosts[:1]
     assert view.state_dict() == hosted.state_dict()
     with pytest.raises(RuntimeError, match="do not call step"):
         view.step()

@@ -40,13 +40,12 @@ def adopt_state(arguments: Arguments, parts: Parts, training: PeerTraining, shou
         time.sleep(PAUSE_S)
     if installed is None:
         return False
-    # a donor that has committed but not yet applied says one epoch less; the next state averaging evens that out
-    state.local_epoch = max(installed, min(installed + 1, int(parts.tracker.global_epoch)))
+    state.local_epoch = installed
     training.advance_schedulers(state.local_epoch)
     settle_rates(state.optimizer)
     load_local_parameters(state)
     if parts.grads is not None:
-        parts.grads.load_state_from_peers(timeout=arguments.averaging_timeout)
+        parts.grads.load_codec_state(arguments.averaging_timeout)
         parts.grads.reset_accumulated_grads_()
     return True
 

@@ -10,9 +10,12 @@ be able to call ours. Hence :func:`checked`, which derives from whatever average
 
 from __future__ import annotations
 
+import logging
 import multiprocessing as mp
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing.context import ForkProcess
 from typing import Any
@@ -22,8 +25,11 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 
+from lightning_hivemind.errors import StateError
 from lightning_hivemind.network.lifetime import settle_child
 from lightning_hivemind.network.tasks import keep_tasks_alive
+
+log = logging.getLogger("lightning_hivemind")
 
 DONOR_WAIT_S = 10.0
 DONOR_SILENCE_S = 15.0  # how long a donor may be silent; it may be in a round when it is asked
@@ -115,6 +121,15 @@ class SampleWeighted(GradientAverager):  # type: ignore[misc]
                 if scale != 1.0:
                     target.mul_(scale)
 
+    def load_codec_state(self, timeout_s: float) -> None:
+        """Take over what a codec carries from round to round (PowerSGD's Q), if this averager carries anything."""
+        if type(self).load_state_from_peers is DecentralizedAverager.load_state_from_peers:
+            return  # it would only fetch a donor's gradients
+        try:
+            self.load_state_from_peers(timeout=timeout_s)
+        except (FutureTimeoutError, TimeoutError):
+            log.warning("no peer sent its codec's state in %.0f s; the first rounds are less precise", timeout_s)
+
     def batch_weight(self, batch_samples: int) -> float:
         """What to multiply a batch's mean loss by, so that reused ``.grad`` buffers sum up in samples."""
         if not self.reuse_grad_buffers or self._anchor_batch_size is None:
@@ -122,17 +137,52 @@ class SampleWeighted(GradientAverager):  # type: ignore[misc]
         return batch_samples / float(self._anchor_batch_size)
 
 
+class StepGuard:
+    """Keeps the first exception of code that hivemind runs and swallows, so that the training thread can raise it.
+
+    It is passed to hivemind as a gradient scaler, which is the one hook around the optimizer's step.
+    """
+
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+
+    def run(self, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception as error:
+            self.keep(error)
+
+    def keep(self, failure: Exception) -> None:
+        self._failure = self._failure or failure
+
+    @contextmanager
+    def running_global_step(self) -> Iterator[None]:
+        yield
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.run(optimizer.step)
+        return True
+
+    def check(self) -> None:
+        """Raise what was kept."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
 class TrainingState(TrainingStateAverager):  # type: ignore[misc]
     """Mixin over the state averager: schedulers by the epoch, and a state that is whole when a joiner asks for it."""
 
     def __init__(self, *args: Any, advance_schedulers: Callable[[int], None], **kwargs: Any) -> None:
         self._advance_schedulers = advance_schedulers
+        #: what went wrong in hivemind's step thread, which swallows exceptions
+        self.guard = StepGuard()
         #: held while parameters and epoch change, so that a joiner never downloads half a step
         self.lock_commit = threading.RLock()
         super().__init__(*args, **kwargs)
 
     def _update_scheduler(self) -> None:
-        self._advance_schedulers(self.local_epoch)
+        self.guard.run(lambda: self._advance_schedulers(self.local_epoch))
 
     def get_current_state(self) -> Any:
         whole = self.lock_commit.acquire(timeout=DONOR_WAIT_S)
@@ -145,7 +195,13 @@ class TrainingState(TrainingStateAverager):  # type: ignore[misc]
     def download(self, timeout_s: float) -> tuple[dict[str, Any], Sequence[torch.Tensor]] | None:
         """Fetch another peer's (metadata, tensors) without installing anything; None if nobody shares a state."""
         result: tuple[dict[str, Any], Sequence[torch.Tensor]] | None
-        result = DecentralizedAverager.load_state_from_peers(self, timeout=timeout_s)
+        try:
+            result = DecentralizedAverager.load_state_from_peers(self, timeout=timeout_s)
+        except (FutureTimeoutError, TimeoutError):
+            raise StateError(
+                f"no peer's state arrived within load_state_timeout={timeout_s:.0f} s. Nothing was changed; raise it on"
+                " a slow link."
+            ) from None
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.codecs import NoCompression
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.stock.averagers import checked
+from lightning_hivemind.engine.stock.processes import stop_processes
 from lightning_hivemind.engine.stock.state import prime_optimizer_state
 from lightning_hivemind.engine.stock.tracker import ExactTracker
 
@@ -29,6 +31,13 @@ class Parts:
     tracker: ExactTracker
     state: Any
     grads: Any | None
+
+    def stop(self, deadline: float) -> None:
+        """Say goodbye, then stop both averager processes, the hard way if need be, by ``deadline`` (monotonic)."""
+        self.tracker.shutdown(max(0.1, min(1.0, (deadline - time.monotonic()) / 4)))
+        stop_processes([averager for averager in (self.grads, self.state) if averager is not None], deadline)
+        if self.state is not None:
+            self.state.step_executor.shutdown(wait=False, cancel_futures=True)
 
 
 def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Parts:
@@ -44,9 +53,15 @@ def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining,
         # how late the last samples of others are noticed; hivemind's 0.5 s is half a step of a small model
         **{"min_refresh_period": min(0.5, arguments.matchmaking_time / 10), **(arguments.tracker_opts or {})},
     )
-    state = _build_state(arguments, dht, training, share_state=share_state)
-    grads = None if arguments.use_local_updates else _build_grads(arguments, dht, state)
-    return Parts(tracker=tracker, state=state, grads=grads)
+    parts = Parts(tracker=tracker, state=None, grads=None)
+    try:
+        parts.state = _build_state(arguments, dht, training, share_state=share_state)
+        if not arguments.use_local_updates:
+            parts.grads = _build_grads(arguments, dht, parts.state)
+    except BaseException:
+        parts.stop(time.monotonic() + arguments.shutdown_timeout)
+        raise
+    return parts
 
 
 def _build_state(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Any:
@@ -93,7 +108,8 @@ def _build_grads(arguments: Arguments, dht: hivemind.DHT, state: Any) -> Any:
     if arguments.offload_optimizer:  # the host optimizer steps on the averaged gradients where they lie
         with grads.get_tensors() as averaged:
             for parameter, gradient in zip(optimizer_parameters(state.optimizer), averaged, strict=True):
-                parameter.grad = gradient
+                # frozen parameters have none: a zero gradient would still let weight decay change them
+                parameter.grad = gradient if parameter.requires_grad else None
     return grads
 
 

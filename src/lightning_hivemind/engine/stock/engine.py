@@ -8,8 +8,8 @@ hivemind's wire protocol under hivemind's names, so stock peers average with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from hivemind.p2p import PeerID
 
@@ -36,9 +36,12 @@ from lightning_hivemind.events import (
 )
 from lightning_hivemind.network.daemon import PeerNetwork
 
+T = TypeVar("T")
+
 ADOPT_ATTEMPTS = 10
 ADOPT_PAUSE_S = 1.0
 START_ATTEMPTS = 4
+RECORDS_S = 1.0
 IDLE_S = 0.2  # how long an auxiliary peer sleeps between two looks at the swarm
 
 
@@ -55,6 +58,7 @@ class StockEngine:
         self._num_peers = 1
         self._stop_epoch: int | None = None
         self._failed_adoptions = 0
+        self._adoption_error: StateError | None = None
         self.optimizer = training.optimizer
 
     # ------------------------------------------------------------------ life
@@ -81,10 +85,11 @@ class StockEngine:
     def synchronise(self) -> StepOutcome:
         parts = self._require_parts()
         joins = bool(self._a.initial_peers)
-        self._require_session().look_around()
+        session = self._require_session()
+        self._in_worker(session.look_around, "a look at the other peers", self._limit_s)
         adopted = False
         if self._a.auxiliary:
-            self._require_session().follow()
+            self._in_worker(session.follow, "following the swarm", self._limit_s)
         elif parts.tracker.global_epoch > self.epoch or (joins and self.epoch == 0):
             adopted = self._adopt_at_start()
         if not self._a.client_mode and not self._a.auxiliary:
@@ -103,6 +108,8 @@ class StockEngine:
             if not behind and not self._num_trainers():
                 return False
             time.sleep(ADOPT_PAUSE_S if attempt < START_ATTEMPTS - 1 else 0.0)
+        if self._adoption_error is not None:
+            raise self._adoption_error  # somebody shares a state, and it does not fit
         action = "starting with this peer's own parameters; the first averaging of the state makes them equal"
         self._events.emit(StateUnavailable(epoch=self.epoch, reason="no peer shares its state", action=action))
         return False
@@ -114,20 +121,16 @@ class StockEngine:
         return len(ours) + len(self._require_parts().tracker.others_since(0))
 
     def flush(self) -> None:
-        if self._session is not None:
-            session = self._session
-            self._worker.call(
-                session.finish_background, what="delayed work", limit_s=self._limit_s, cancel=session.cancel
-            )
+        if self._session is not None and not self._worker.stuck:  # a checkpoint on the way out must still be possible
+            self._in_worker(self._session.finish_background, "delayed work", self._limit_s)
 
     def shutdown(self, timeout_s: float) -> None:
         start = time.monotonic()
-        if self._session is None and self._parts is None:
+        if self._records is None:
             return
         if self._session is not None:
-            self._session.close(timeout_s)
-        if self._records is not None:
-            self._records.close()
+            self._session.close(max(1.0, timeout_s - RECORDS_S))
+        self._records.close(RECORDS_S)
         self._worker.close()
         self._restored_epoch = self.epoch
         self._session, self._parts, self._records = None, None, None
@@ -161,9 +164,7 @@ class StockEngine:
         epoch, samples, start = self.epoch, self.local_samples, time.monotonic()
         self._events.emit(RoundStarted(epoch=epoch, samples=samples))
         try:
-            result = self._worker.call(
-                session.commit, what=f"the round of epoch {epoch}", limit_s=self._limit_s, cancel=session.cancel
-            )
+            result = self._in_worker(session.commit, f"the round of epoch {epoch}", self._limit_s)
         except Missed:
             return self._catch_up()
         self._share(self.epoch)
@@ -206,7 +207,7 @@ class StockEngine:
     def _catch_up(self) -> StepOutcome:
         """The swarm committed without this peer: drop what was accumulated for the old epoch, take its state."""
         if self._a.auxiliary:
-            self._require_session().follow()
+            self._in_worker(self._require_session().follow, "following the swarm", self._limit_s)
             return StepOutcome(epoch=self.epoch, committed=False, adopted=True)
         self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=self.local_samples))
         adopted = self._adopt(required=True)
@@ -215,17 +216,12 @@ class StockEngine:
     def _adopt(self, *, required: bool) -> bool:
         session, start = self._require_session(), time.monotonic()
         try:
-            found = self._worker.call(
-                session.adopt,
-                what="the download of the swarm's state",
-                limit_s=self._load_limit_s,
-                cancel=session.cancel,
-            )
-            reason = "no peer shares its state"
+            found = self._in_worker(session.adopt, "the download of the swarm's state", self._load_limit_s)
+            self._adoption_error, reason = None, "no peer shares its state"
         except StateError as error:
             if self._failed_adoptions + 1 >= ADOPT_ATTEMPTS:
                 raise
-            found, reason = False, str(error)
+            found, reason, self._adoption_error = False, str(error), error
         if found:
             self._failed_adoptions = 0
             self._share(self.epoch)
@@ -304,6 +300,9 @@ class StockEngine:
     @property
     def stop_epoch(self) -> int | None:
         return self._stop_epoch
+
+    def _in_worker(self, function: Callable[[], T], what: str, limit_s: float) -> T:
+        return self._worker.call(function, what=what, limit_s=limit_s, cancel=self._require_session().cancel)
 
     @property
     def _limit_s(self) -> float:

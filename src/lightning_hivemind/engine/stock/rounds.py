@@ -32,8 +32,12 @@ class RoundResult:
         return self.fraction > 0.0
 
     @property
+    def alone(self) -> bool:
+        return self.members == frozenset({b""})
+
+    @property
     def contributors(self) -> int:
-        return len(self.members) - sum(note.get("aux") is True for note in self.notes.values())
+        return max(0, len(self.members) - sum(note.get("aux") is True for note in self.notes.values()))
 
     @property
     def stop_requested(self) -> bool:

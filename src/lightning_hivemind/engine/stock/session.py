@@ -1,8 +1,8 @@
 """The rounds of one hivemind peer: what happens between "the swarm has enough samples" and "every peer stepped".
 
 Gradients are averaged, the optimizer steps, parameters are averaged again (hivemind's peers drift apart by rounding and
-by lost parts). Matchmaking for the second round starts with the first, so that its wait is hidden. Whatever fails is an
-event, and no gradient is lost silently: a failed round steps on this peer's own gradient only if nobody else went on.
+by lost parts). Whatever fails is an event, and no gradient is lost silently: a failed round steps on this peer's own
+gradient only if nobody else went on.
 
 ``commit``, ``adopt`` and ``finish_background`` may block and run in the engine's worker; the rest is quick.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,12 @@ from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.records import SwarmRecords
 from lightning_hivemind.engine.stock.adoption import adopt_state
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
-from lightning_hivemind.engine.stock.processes import stop_processes
+from lightning_hivemind.engine.stock.others import FRESH_S, Others
 from lightning_hivemind.engine.stock.rounds import RoundResult, await_round, cancel, note
 from lightning_hivemind.events import DelayedRoundFinished, DhtSilent, EventBus, RoundIncomplete
 
 ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
 UNDER_WAY = RoundResult(fraction=0.0)
-FRESH_S = 5.0  # how long the DHT may take for one look before a decision
 
 
 class Missed(Exception):
@@ -42,14 +42,14 @@ class Session:
     def __init__(
         self, arguments: Arguments, parts: Parts, records: SwarmRecords, training: PeerTraining, events: EventBus
     ) -> None:
-        self._a, self._parts, self._records = arguments, parts, records
+        self._a, self._parts = arguments, parts
+        self._others = Others(arguments, parts, records, events)
         self._training, self._events = training, events
         self._grad_control: StepControl | None = None
         self._state_control: StepControl | None = None
-        self._background_state: tuple[StepControl, int] | None = None
+        self._background_state: tuple[StepControl, int, int] | None = None
         self._delayed_result: RoundResult | None = None
         self._last_members: frozenset[bytes] = frozenset()
-        self._group_size: int | None = None
         self._cancelled = threading.Event()  # what is under way must come back; the next call may work again
         self._closing = threading.Event()
         self.stop_wanted = False
@@ -61,7 +61,7 @@ class Session:
     def look_around(self) -> None:
         """Read what the other peers last said of their progress."""
         with self._parts.tracker.pause_updates():
-            self._look_around()
+            self._others.look()
 
     def accumulate(self, batch_samples: int, gradient_scale: float) -> None:
         grads = self._grads
@@ -86,17 +86,20 @@ class Session:
         tracker.report_local_progress(self._epoch, samples)
         if batch_samples == 0:
             return
-        self._training.before_optimizer_step(self._parts.state.optimizer)
-        with self._parts.state.lock_commit:
-            self._parts.state.step(optimizer_step=True, delay_optimizer_step=bool(self._a.delay_optimizer_step))
+        state = self._parts.state
+        self._training.before_optimizer_step(state.optimizer)
+        # not through hivemind's step, which would wait for a delayed averaging; that one is applied as a difference
+        with state.lock_commit, state.lock_optimizer:
+            state.optimizer.step()
+            self._training.advance_schedulers(self._epoch)
 
     def apply_finished(self) -> None:
         """Take over what background rounds have finished since the last batch."""
         self._parts.state.step(apply_delayed_updates=True)
+        self._parts.state.guard.check()
         if self._background_state is not None and self._background_state[0].done():
-            control, epoch = self._background_state
-            self._background_state = None
-            self._judge_state_round(control, epoch)
+            finished, self._background_state = self._background_state, None
+            self._judge_state_round(*finished)
 
     def finish_background(self) -> None:
         """Wait for everything that is delayed, and apply it."""
@@ -119,13 +122,13 @@ class Session:
                 self.finish_background()
             others = self._expected_others()
             if others:
-                self._resize_groups(1 + len(others) + len(self._records.auxiliaries))
-            result, trigger = (UNDER_WAY if others else ALONE), None
+                self._others.resize_groups(1 + len(others))
+            result, trigger = (UNDER_WAY if others else self._alone()), None
             if parts.grads is not None:
                 result, trigger = self._gradient_phase(others)
             with parts.state.lock_commit:
                 # whoever did not come to average gradients will not come to average parameters
-                result = self._step_phase(others if result is not ALONE else set(), result, trigger)
+                result = self._step_phase(others if not result.alone else set(), result, trigger)
             if parts.grads is not None and trigger is None:
                 parts.grads.reset_accumulated_grads_()  # after the step, which may have used them where they lie
             parts.tracker.update_epoch(parts.state.local_epoch)
@@ -140,7 +143,7 @@ class Session:
         if not others:
             grads.load_accumulators_into_averager_()
             self._use_gradients()
-            return ALONE, None
+            return self._alone(), None
         self._grad_control = control = grads.schedule_step(
             timeout=self._a.averaging_timeout, gather=note(stop=self.stop_wanted, auxiliary=self._a.auxiliary)
         )
@@ -153,7 +156,11 @@ class Session:
         return UNDER_WAY, partial(self._finish_delayed, control, epoch, len(others), backup)
 
     def _finish_delayed(self, control: StepControl, epoch: int, others: int, backup: list[torch.Tensor]) -> None:
-        self._delayed_result = result = self._finish_gradients(control, epoch, others, backup=backup)
+        try:
+            self._delayed_result = result = self._finish_gradients(control, epoch, others, backup=backup)
+        except Exception as error:
+            self._parts.state.guard.keep(error)  # hivemind gives up the step, and says nothing to the training thread
+            raise
         contributors, fraction = result.contributors, result.fraction
         self._events.emit(DelayedRoundFinished(epoch=epoch + 1, contributors=contributors, fraction=fraction))
 
@@ -173,6 +180,9 @@ class Session:
             self._fall_back(result, epoch, others, backup)
         elif result.fraction < 1.0:
             self._incomplete("gradients", epoch, result, others, "stepped on what arrived")
+        elif result.contributors < others + 1 and "target_group_size" not in (self._a.averager_opts or {}):
+            reason = f"{result.contributors} of {others + 1} expected peers were in the group"
+            self._incomplete("gradients", epoch, replace(result, reason=reason), others, "stepped with them")
         self._last_members = result.members
         self._use_gradients()
         return result if result.succeeded else ALONE
@@ -180,7 +190,8 @@ class Session:
     def _fall_back(self, result: RoundResult, epoch: int, others: int, backup: list[torch.Tensor] | None) -> None:
         """A round failed. If the others went on, so must we, with their state; else step on the local gradient."""
         if backup is None:
-            if self._others_are_ahead(epoch):
+            self._others.look()
+            if self._others.lead(epoch) > 0:
                 self._incomplete("gradients", epoch, result, others, "the others went on: taking their state")
                 raise Missed
             self._grads.load_accumulators_into_averager_()
@@ -208,16 +219,31 @@ class Session:
             delay_averaging=delayed,
             averaging_control=control,
             averaging_opts=dict(timeout=self._a.averaging_timeout) if control is not None else None,
+            grad_scaler=state.guard if steps else None,
         )
+        if not delayed:
+            state.guard.check()
+        if not steps and not self._a.auxiliary:
+            self._training.advance_schedulers(next_epoch)  # hivemind does it only where it steps
         if control is None:
             return result
         if delayed:
-            self._background_state = (control, next_epoch)
+            self._background_state = (control, next_epoch, len(others))
             return result
-        state_result = self._judge_state_round(control, next_epoch)
+        state_result = self._judge_state_round(control, next_epoch, len(others))
         if self._parts.grads is None:  # with local updates this is the only round there is
             return state_result if state_result.succeeded else ALONE
         return result
+
+    def _expected_others(self) -> set[bytes]:
+        self._others.look()
+        if self._others.lead(self._epoch) > self.tolerated_lag and not self._a.auxiliary:
+            raise Missed
+        return self._others.expected(self._epoch, self.tolerated_lag, self._last_members)
+
+    def _alone(self) -> RoundResult:
+        """The round of a peer that trains by itself; its own wish to stop is everybody's."""
+        return replace(ALONE, notes={b"": note(stop=self.stop_wanted, auxiliary=False)})
 
     def _begin_state_round(self, next_epoch: int) -> StepControl:
         # stock peers gather the epoch here; with local updates this round must carry our notes, there is no other
@@ -235,7 +261,7 @@ class Session:
         watch = partial(await_round, control, lambda: 1.0, should_abort=self._should_abort, **limits)
         threading.Thread(target=watch, name="lightning-hivemind-state-round", daemon=True).start()
 
-    def _judge_state_round(self, control: StepControl, epoch: int) -> RoundResult:
+    def _judge_state_round(self, control: StepControl, epoch: int, others: int) -> RoundResult:
         result = await_round(
             control,
             lambda: self._parts.state.received_fraction,
@@ -244,9 +270,9 @@ class Session:
             should_abort=self._should_abort,
         )
         if not result.succeeded:
-            self._incomplete("state", epoch, result, 1, "parameters stay this peer's own until the next round")
+            self._incomplete("state", epoch, result, others, "parameters stay this peer's own until the next round")
         elif result.fraction < 1.0:
-            self._incomplete("state", epoch, result, 1, "kept what arrived")
+            self._incomplete("state", epoch, result, others, "kept what arrived")
         return result
 
     def _use_gradients(self) -> None:
@@ -257,53 +283,14 @@ class Session:
         if not self._a.offload_optimizer:
             with torch.no_grad(), grads.get_tensors() as averaged:
                 for parameter, gradient in zip(optimizer_parameters(optimizer), averaged, strict=True):
-                    if parameter.grad is None:
+                    if not parameter.requires_grad:
+                        parameter.grad = None  # frozen: a zero gradient would still let weight decay change it
+                    elif parameter.grad is None:
                         parameter.grad = gradient.to(parameter.device, copy=True)
                     else:
                         parameter.grad.copy_(gradient)
         grads.notify_used_averaged_gradients()
         self._training.before_optimizer_step(optimizer)
-
-    # ------------------------------------------------------------------ the others
-
-    def _expected_others(self) -> set[bytes]:
-        """Peers that will come to this round: those at our epoch, and those that are on their way to it.
-
-        On their way are last round's members, and whoever was behind but alive a moment ago: it sees this peer's epoch,
-        takes its state, and comes. Without waiting for it, a quick peer would leave it behind for ever.
-
-        Raises:
-            Missed: the others are too far ahead for this round.
-        """
-        tracker, epoch = self._parts.tracker, self._epoch
-        self._look_around()
-        if int(tracker.global_epoch) - epoch > self.tolerated_lag and not self._a.auxiliary:
-            raise Missed
-        here = tracker.others_at(epoch, epoch + self.tolerated_lag)
-        members_on_their_way = tracker.others_at(epoch - 1) & self._last_members
-        return here | members_on_their_way | tracker.others_heard_within(self._a.matchmaking_time)
-
-    def _others_are_ahead(self, epoch: int) -> bool:
-        self._look_around()
-        return int(self._parts.tracker.global_epoch) > epoch
-
-    def _look_around(self) -> None:
-        """Read the others' progress; if the DHT is silent, decide with what is known."""
-        start = time.monotonic()
-        try:
-            self._parts.tracker.refresh(FRESH_S)
-        except (FutureTimeoutError, TimeoutError):
-            self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
-
-    def _resize_groups(self, size: int) -> None:
-        options = self._a.averager_opts or {}
-        fixed = "target_group_size" in options
-        size = max(size, options.get("min_group_size", 2))
-        if size != self._group_size and not fixed:
-            self._group_size = size
-            for averager in (self._parts.grads, self._parts.state):
-                if averager is not None:
-                    averager.resize_group(size)
 
     def _incomplete(self, kind: str, epoch: int, result: RoundResult, others: int, action: str) -> None:
         self._events.emit(
@@ -357,14 +344,10 @@ class Session:
         cancel(self._state_control)
 
     def close(self, timeout_s: float) -> None:
-        """Say goodbye, then stop both averager processes, the hard way if need be."""
+        """Leave the swarm within ``timeout_s``."""
         self._closing.set()
         self.cancel()
-        deadline = time.monotonic() + timeout_s
-        self._parts.tracker.shutdown(min(1.0, timeout_s / 4))
-        averagers = [averager for averager in (self._parts.grads, self._parts.state) if averager is not None]
-        stop_processes(averagers, deadline)
-        self._parts.state.step_executor.shutdown(wait=False, cancel_futures=True)
+        self._parts.stop(time.monotonic() + timeout_s)
 
     def _should_abort(self) -> bool:
         return self._cancelled.is_set() or self._closing.is_set() or self._training.should_abort()

@@ -1,0 +1,55 @@
+"""Who else trains, at which epoch, and who will come to the next round."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.records import SwarmRecords
+from lightning_hivemind.engine.stock.build import Parts
+from lightning_hivemind.events import DhtSilent, EventBus
+
+FRESH_S = 5.0  # how long the DHT may take for one look before a decision
+
+
+class Others:
+    """What one peer knows of the others. Call it only while the tracker is paused (``pause_updates``)."""
+
+    def __init__(self, arguments: Arguments, parts: Parts, records: SwarmRecords, events: EventBus) -> None:
+        self._a, self._parts, self._records, self._events = arguments, parts, records, events
+        self._group_size: int | None = None
+
+    def look(self) -> None:
+        """Read the others' progress; if the DHT is silent, decide with what is known."""
+        start = time.monotonic()
+        try:
+            self._parts.tracker.refresh(FRESH_S)
+        except (FutureTimeoutError, TimeoutError):
+            self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
+
+    def lead(self, epoch: int) -> int:
+        """How many epochs the swarm is ahead of ``epoch``."""
+        return int(self._parts.tracker.global_epoch) - epoch
+
+    def expected(self, epoch: int, tolerated_lag: int, last_members: frozenset[bytes]) -> set[bytes]:
+        """Peers that will come to this round: those at our epoch, and those that are on their way to it.
+
+        On their way are last round's members, and whoever was behind but alive a moment ago: it sees this peer's epoch,
+        takes its state, and comes. Without waiting for it, a quick peer would leave it behind for ever.
+        """
+        tracker = self._parts.tracker
+        here = tracker.others_at(*range(epoch, epoch + tolerated_lag + 1))
+        members_on_their_way = tracker.others_at(epoch - 1) & last_members
+        return here | members_on_their_way | tracker.others_heard_within(self._a.matchmaking_time)
+
+    def resize_groups(self, trainers: int) -> None:
+        """Let groups close as soon as ``trainers`` peers, and the auxiliary ones, are in."""
+        options = self._a.averager_opts or {}
+        size = max(trainers + len(self._records.auxiliaries), options.get("min_group_size", 2))
+        if size == self._group_size or "target_group_size" in options:
+            return
+        self._group_size = size
+        for averager in (self._parts.grads, self._parts.state):
+            if averager is not None:
+                averager.resize_group(size)
