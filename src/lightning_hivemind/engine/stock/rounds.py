@@ -26,6 +26,8 @@ class RoundResult:
     members: frozenset[bytes] = frozenset()
     notes: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     reason: str = ""
+    #: the others were there, though nothing of theirs arrived: they will come to the next phase, too
+    met: bool = False
 
     @property
     def succeeded(self) -> bool:
@@ -33,7 +35,7 @@ class RoundResult:
 
     @property
     def alone(self) -> bool:
-        return self.members == frozenset({b""})
+        return self.members == frozenset({b""}) and not self.met
 
     @property
     def contributors(self) -> int:

@@ -185,7 +185,7 @@ class Session:
             self._incomplete("gradients", epoch, replace(result, reason=reason), others, "stepped with them")
         self._last_members = result.members
         self._use_gradients()
-        return result if result.succeeded else ALONE
+        return result if result.succeeded else replace(ALONE, met=bool(result.members))
 
     def _fall_back(self, result: RoundResult, epoch: int, others: int, backup: list[torch.Tensor] | None) -> None:
         """A round failed. If the others went on, so must we, with their state; else step on the local gradient."""
@@ -297,7 +297,7 @@ class Session:
             RoundIncomplete(
                 epoch=epoch,
                 kind=kind,
-                reason=result.reason or "part of the values did not arrive",
+                reason=result.reason or f"{'part' if result.succeeded else 'none'} of the values arrived",
                 fraction=result.fraction,
                 contributors=result.contributors if result.succeeded else 1,
                 expected=others + 1,
