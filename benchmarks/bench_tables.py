@@ -72,11 +72,12 @@ def all_tables(turns: Sequence[Turn]) -> str:
     parts = [
         "## Seconds per global step\n\n"
         "A model of ten parameters; each peer gives four batches, and a batch takes 25 ms, so a step takes at least"
-        " 0.1 s; the target is the same for all. *s per step*: over the whole measured window, median (range) of the"
-        " repeats, begun once all peers had met in a round, or 20 s after the start at the latest. *wait*: how long"
-        " training stood still for one round, over all rounds and peers. *whole*: share of"
-        " steps in which the gradients of every peer were averaged completely (see the last table); a step that a peer"
-        " makes alone is quick and worth little. *CPU*: seconds of all processes of all peers, daemons included.",
+        " 0.1 s; the target is the same for all. The measurement begins once all peers have met in a round, or after"
+        " 20 s. *s per step*: time of the window per epoch of peer 0, whoever made it. *s per whole step*: time of the"
+        " window per whole round of peer 0, in which the gradients of all peers were averaged completely; epochs that"
+        " a peer makes alone or downloads are quick and worth little. Ratios are of whole steps. *wait*: how long"
+        " training of peer 0 stood still for one round. *samples*: that peer 0 gave to a step, 16 being its share; more"
+        " means that the target was noticed late. *CPU*: seconds of all processes of all peers, daemons included.",
         _step_table([turn for turn in turns if not turn.spec.layers]),
         "## Averaging\n\n"
         "Two peers, square linear layers of a million weights, batches of 0.1 s, no averaging of the state. *round*:"
@@ -114,8 +115,8 @@ def _ratios(turns: Sequence[Turn], case: Case, contender: str, baseline: str, va
     return summary(pair_ratios(measured, base)).show()
 
 
-def _step_s(turn: Turn) -> float:
-    return turn.step_s
+def _whole_step_s(turn: Turn) -> float:
+    return turn.step_s if turn.spec.kind == "ddp" else turn.whole_step_s  # DDP knows no other steps
 
 
 def round_s(turn: Turn) -> float:
@@ -127,29 +128,26 @@ def _rate(turn: Turn) -> float:
     return megabytes_per_s(turn.spec.parameters, round_s(turn))
 
 
-def _whole(turns: Sequence[Turn]) -> tuple[int, int]:
-    counts = [whole_share(turn.all_rounds, turn.spec.peers) for turn in turns]
-    return sum(whole for whole, _ in counts), sum(total for _, total in counts)
-
-
 def _step_table(turns: Sequence[Turn]) -> str:
     rows = []
     for case, contender in contenders_of(turns):
         own = _select(turns, case, contender)
-        is_ddp = contender == DDP
+        first = [one for turn in own if turn.rounds for one in turn.rounds[0]]
         rows.append(
             [
                 contender,
                 str(case[1]),
                 summary(turn.step_s for turn in own).show(),
-                _ratios(turns, case, contender, DDP, _step_s),
-                _ratios(turns, case, contender, STOCK, _step_s),
-                summary(one.wait_s for turn in own for one in turn.all_rounds).show(),
-                "100%" if is_ddp else percent(*_whole(own)),
+                summary(map(_whole_step_s, own)).show(),
+                _ratios(turns, case, contender, DDP, _whole_step_s),
+                _ratios(turns, case, contender, STOCK, _whole_step_s),
+                summary(one.wait_s for one in first).show(),
+                summary(one.samples for one in first).show(),
                 summary(turn.cpu_s for turn in own).show(),
             ]
         )
-    header = ["contender", "peers", "s per step", "/ DDP", "/ stock defaults", "wait, s", "whole", "CPU s per step"]
+    header = ["contender", "peers", "s per step", "s per whole step", "/ DDP", "/ stock defaults"]
+    header += ["wait, s", "samples", "CPU s per step"]
     return markdown_table(header, rows)
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from bench_machine import cpu_seconds_below
 from bench_spec import TurnSpec, json_lines, outcomes_of
-from bench_stats import Round, rounds_of_marks
+from bench_stats import Round, rounds_of_marks, whole_share
 
 # Forks every peer from one process that has torch and Lightning imported, but not hivemind: its locks are made on
 # import and must not be shared by peers.
@@ -39,7 +39,7 @@ class Turn:
     Attributes:
         step_s: seconds per global step over the whole window.
         cpu_s: processor seconds of all processes of all peers per global step.
-        rounds: of each peer, within the window.
+        rounds: of each peer, within the window, which begins and ends with a step of peer 0.
         history: the same from the peer's first step to the end of the turn, measured or not.
     """
 
@@ -53,6 +53,12 @@ class Turn:
     rounds: list[list[Round]] = field(default_factory=list)
     history: list[list[Round]] = field(default_factory=list)
     failure: str = ""
+
+    @property
+    def whole_step_s(self) -> float:
+        """Seconds of the window per whole round of peer 0: steps made alone or taken over are no progress together."""
+        whole, _ = whole_share(self.rounds[0], self.spec.peers) if self.rounds else (0, 0)
+        return self.step_s * self.steps / whole if whole else math.nan
 
     @property
     def all_rounds(self) -> list[Round]:
@@ -185,9 +191,9 @@ def _read(turn: Turn, folder: Path) -> None:
     turn.step_s = (last["time"] - first["time"]) / turn.steps
     turn.cpu_s = (last["cpu_s"] - first["cpu_s"]) / turn.steps
     for index in range(turn.spec.peers):
-        marks = [mark for mark in json_lines(folder / f"marks-{index}.jsonl") if mark["epoch"] <= last["epoch"]]
-        before = [mark for mark in marks if mark["epoch"] <= first["epoch"]][-1:]
-        inside = [mark for mark in marks if mark["epoch"] > first["epoch"]]
+        marks = [mark for mark in json_lines(folder / f"marks-{index}.jsonl") if mark["time"] <= last["time"]]
+        before = [mark for mark in marks if mark["time"] <= first["time"]][-1:]
+        inside = [mark for mark in marks if mark["time"] > first["time"]]
         turn.rounds.append(rounds_of_marks([*before, *inside], outcomes_of(turn.spec, folder, index)))
 
 
