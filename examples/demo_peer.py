@@ -121,7 +121,7 @@ def main() -> None:
         "epoch": recorder.epoch,
         "samples": recorder.samples,
         "held_out_loss": held_out,
-        "text": model.generate("def ", 400),
+        "text": model.generate("def ", 400, temperature=0.6),
     }
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 

@@ -13,6 +13,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("demo_peer.py")
 #: A peer that is told to stop has this long; leaving a swarm takes up to 10 s.
 GRACE_S = 15.0
+#: What an ended peer has left running has this long.
+HELPERS_GRACE_S = 1.0
 
 
 class PeerProcess:
@@ -46,7 +48,7 @@ class PeerProcess:
         """Exit status; ``None`` while it runs, minus the signal's number if one ended it."""
         if self._status is None and (status := self._process.poll()) is not None:
             self._status = status
-            self._kill_session()  # at once: later the number might belong to somebody else
+            self._end_session()  # at once: later the number might belong to somebody else
         return self._status
 
     def request_end_of_run(self) -> None:
@@ -72,11 +74,19 @@ class PeerProcess:
         text = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
-    def _kill_session(self) -> None:
+    def _end_session(self) -> None:
+        """Give helpers of the ended peer (torch's shared memory manager, say) a moment to clean up, then kill them."""
+        deadline = time.monotonic() + HELPERS_GRACE_S
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # the usual case: the peer has cleaned up behind itself
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
+            self._kill_session()
+        except ProcessLookupError:  # the usual case: nobody is left
             return
+
+    def _kill_session(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def stop_all(peers: Sequence[PeerProcess], grace_s: float = GRACE_S) -> None:
