@@ -50,8 +50,9 @@ def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining,
         performance_ema_alpha=arguments.performance_ema_alpha,
         status_loglevel=_loglevel(arguments),
         start=True,
-        # how late the last samples of others are noticed; hivemind's 0.5 s is half a step of a small model
-        **{"min_refresh_period": min(0.5, arguments.matchmaking_time / 10), **(arguments.tracker_opts or {})},
+        # how late others' last samples are noticed: with hivemind's 0.5 s a small model's peers overshoot the target twice.
+        # Looks are this frequent only towards the end of an epoch.
+        **{"min_refresh_period": 0.1, **(arguments.tracker_opts or {})},
     )
     parts = Parts(tracker=tracker, state=None, grads=None)
     try:
