@@ -50,8 +50,8 @@ def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining,
         performance_ema_alpha=arguments.performance_ema_alpha,
         status_loglevel=_loglevel(arguments),
         start=True,
-        # how late others' last samples are noticed: with hivemind's 0.5 s a small model's peers overshoot the target twice.
-        # Looks are this frequent only towards the end of an epoch.
+        # how late others' last samples are noticed: with hivemind's 0.5 s a small model's peers give twice the target;
+        # looks are this frequent only towards the end of an epoch
         **{"min_refresh_period": 0.1, **(arguments.tracker_opts or {})},
     )
     parts = Parts(tracker=tracker, state=None, grads=None)
