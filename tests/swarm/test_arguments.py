@@ -47,12 +47,18 @@ def test_a_client_averages_though_it_accepts_no_connections(swarm: Swarm) -> Non
     assert_ledger(peers)
 
 
-def test_options_of_the_averagers_reach_both(swarm: Swarm) -> None:
-    """With groups of three or more only, two peers must fail to average gradients *and* state, visibly."""
-    peers = swarm.start(2, strategy={"averager_opts": {"min_group_size": 3}}, trainer={"max_steps": 1}, delay_s=0.02)
+@pytest.mark.parametrize(("local", "kind"), [(False, "gradients"), (True, "state")])
+def test_options_of_the_averagers_reach_both(swarm: Swarm, local: bool, kind: str) -> None:
+    """With groups of three or more only, two peers must fail to average, visibly: gradients, or the state alone."""
+    peers = swarm.start(
+        2,
+        strategy={"averager_opts": {"min_group_size": 3}, "use_local_updates": local},
+        trainer={"max_steps": 1},
+        delay_s=0.02,
+    )
     swarm.finish()
     for peer in peers:
-        assert {event["kind"] for event in peer.said("RoundIncomplete")} == {"gradients", "state"}
+        assert peer.said("RoundIncomplete", kind=kind, fraction=0.0)
 
 
 def test_a_fixed_group_size_is_kept(swarm: Swarm) -> None:
