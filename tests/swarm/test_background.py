@@ -32,7 +32,7 @@ def test_overlapping_everything_trains_both_peers_at_one_rate(swarm: Swarm) -> N
         for epoch, commit in peer.commits.items():
             assert commit.lr in (pytest.approx(0.05 * 0.9**epoch), pytest.approx(0.05 * 0.9 ** max(epoch - 1, 0)))
         assert distance(peer.parameters(-1), peer.parameters(0)) > 1e-3
-    assert any(event["contributors"] == 2 for peer in peers for event in peer.said("EpochCommitted"))
+    assert any(event["contributors"] == 2 for peer in peers for event in peer.said("DelayedRoundFinished"))
     # after the fit everything that was delayed is in the parameters; what is left is the last state round
     assert distance(peers[0].parameters(-1), peers[1].parameters(-1)) < 1e-2
 
