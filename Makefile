@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 SETUP = $(PYTHON) scripts/setup_env.py --venv $(VENV)
 # Several peers share this machine's cores: one thread each is faster than all fighting for all.
+# Swarm tests wait for one another's peers most of the time.
+WORKERS ?= 3
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 CODE = $(wildcard src tests examples benchmarks scripts docs)
 
@@ -19,7 +21,7 @@ demo: ## three peers on this machine train a small GPT; about five minutes
 
 test: ## unit tests, then swarm tests with real processes; ARGS="-k name" is handed to pytest
 	@$(SETUP) test
-	$(THREADS) $(VENV)/bin/python -m pytest tests/unit tests/swarm $(ARGS)
+	$(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit tests/swarm $(ARGS)
 
 check: ## ruff and mypy
 	@$(SETUP) test dev

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -28,6 +27,7 @@ from lightning_hivemind.network import daemon
 from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
 from lightning_hivemind.network.settings import NetworkSettings
+from lightning_hivemind.network.sockets import SocketDirectory
 from swarm.processes import descendants, state_of
 
 pytestmark = pytest.mark.swarm
@@ -58,15 +58,24 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """Also checks that a test, however it went, left no child process and no socket directory."""
-    before, before_dirs = set(descendants(os.getpid())), set(Path("/tmp").glob("lhm-*"))
+    made: list[Path] = []
+    make = SocketDirectory.create
+
+    def remember() -> SocketDirectory:
+        directory = make()
+        made.append(directory.path)
+        return directory
+
+    monkeypatch.setattr(SocketDirectory, "create", remember)
+    before = set(descendants(os.getpid()))
     one = Bench()
     yield one
     one.close()
     left = [pid for pid in set(descendants(os.getpid())) - before if not _is_shared_memory_helper(pid)]
     assert not left
-    assert not [path for path in set(Path("/tmp").glob("lhm-*")) - before_dirs if _made_here(path)]
+    assert not [path for path in made if path.exists()]
 
 
 def _is_shared_memory_helper(pid: int) -> bool:
@@ -74,21 +83,6 @@ def _is_shared_memory_helper(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return b"torch_shm_manager" in Path(f"/proc/{pid}/cmdline").read_bytes() or state_of(pid) in ("", "Z")
     return True
-
-
-def _made_here(path: Path) -> bool:
-    """False where a live peer of another test run holds the lock."""
-    try:
-        lock = os.open(path / "lock", os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
 
 
 def wrapper(folder: Path, body: str) -> Path:
