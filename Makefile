@@ -48,5 +48,5 @@ build: ## sdist and wheel in dist/, installed into a throwaway environment and i
 	$(VENV)/bin/python scripts/check_dist.py
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) build dist demo_out benchmarks/out docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-output benchmarks/out docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
