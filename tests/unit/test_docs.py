@@ -61,3 +61,11 @@ def generated_reference() -> str:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return "\n".join([*module.arguments_text(), *module.events_text(), *module.errors_text()]) + "\n"
+
+
+def test_every_test_that_the_evidence_names_exists() -> None:
+    page = (ROOT / "docs" / "reference" / "evidence.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", page))
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 40
+    assert not {name for name in named if f"def {name}(" not in tests}
