@@ -10,6 +10,7 @@
     └── SwarmError (RuntimeError)
         ├── SchemaMismatchError            another peer of this run trains another model
         ├── StateError                     no peer's state could be downloaded or used
+        ├── NonFiniteGradientsError        many batches in a row gave gradients that are not finite
         └── EngineStuckError               the engine did not come back within its deadline
 
 Messages say what happened with field=value, what state is left, and the fix.
@@ -56,6 +57,10 @@ class SchemaMismatchError(SwarmError):
 
 class StateError(SwarmError):
     """The swarm's state could not be downloaded, or does not fit this model. The local model is unchanged."""
+
+
+class NonFiniteGradientsError(SwarmError):
+    """Many batches in a row gave gradients that are not finite. Parameters are those of the last committed epoch."""
 
 
 class EngineStuckError(SwarmError):

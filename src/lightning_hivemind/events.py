@@ -54,7 +54,7 @@ class SwarmReady(Event):
     """The engine is up: this peer can contribute from ``epoch`` on. ``num_peers`` counts this peer, too."""
 
     level: ClassVar[int] = logging.INFO
-    sentence: ClassVar[str] = "ready at epoch {epoch}; peers in the run: {num_peers}"
+    sentence: ClassVar[str] = "ready at global step {epoch}; peers in the run: {num_peers}"
     epoch: int
     num_peers: int
 
@@ -85,7 +85,7 @@ class BatchDropped(Event):
     """A micro-batch did not count: ``reason`` is ``"non-finite gradient"`` or ``"overflow"`` (the loss scale)."""
 
     level: ClassVar[int] = logging.WARNING
-    sentence: ClassVar[str] = "epoch {epoch}: {samples} samples dropped: {reason}"
+    sentence: ClassVar[str] = "global step {epoch}: {samples} samples dropped: {reason}"
     epoch: int
     samples: int
     reason: str
@@ -110,7 +110,7 @@ class EpochCommitted(Event):
     """
 
     sentence: ClassVar[str] = (
-        "epoch {epoch}: stepped with {contributors} peers and {samples} samples of this one, after {duration_s:.2f} s"
+        "global step {epoch}: with {contributors} peers and {samples} samples of this one, after {duration_s:.2f} s"
     )
     epoch: int
     samples: int
@@ -123,7 +123,7 @@ class EpochCommitted(Event):
 class DelayedRoundFinished(Event):
     """With ``delay_grad_averaging``: what came of the round that ended in ``epoch``; see :class:`EpochCommitted`."""
 
-    sentence: ClassVar[str] = "epoch {epoch}: gradients averaged with {contributors} peers"
+    sentence: ClassVar[str] = "global step {epoch}: gradients averaged with {contributors} peers"
     epoch: int
     contributors: int
     fraction: float
@@ -138,7 +138,7 @@ class RoundIncomplete(Event):
 
     level: ClassVar[int] = logging.WARNING
     sentence: ClassVar[str] = (
-        "epoch {epoch}: averaging {kind} brought {fraction:.1%} ({contributors} of {expected} peers): "
+        "global step {epoch}: averaging {kind} brought {fraction:.1%} ({contributors} of {expected} peers): "
         "{reason}; {action}"
     )
     epoch: int
@@ -156,7 +156,7 @@ class RoundMissed(Event):
 
     level: ClassVar[int] = logging.WARNING
     sentence: ClassVar[str] = (
-        "the swarm finished epoch {epoch} without this peer; {samples_lost} samples lost, taking the swarm's state"
+        "the swarm made global step {epoch} without this peer; {samples_lost} samples lost, taking its state"
     )
     epoch: int
     samples_lost: int
@@ -167,7 +167,7 @@ class StateLoaded(Event):
     """Parameters, optimizer state and epoch were taken over from another peer."""
 
     level: ClassVar[int] = logging.INFO
-    sentence: ClassVar[str] = "took the swarm's state of epoch {epoch} in {duration_s:.1f} s"
+    sentence: ClassVar[str] = "took the swarm's state of global step {epoch} in {duration_s:.1f} s"
     epoch: int
     duration_s: float
 
@@ -177,7 +177,7 @@ class StateUnavailable(Event):
     """No peer's state could be loaded; ``action`` says what happens now."""
 
     level: ClassVar[int] = logging.WARNING
-    sentence: ClassVar[str] = "epoch {epoch}: the swarm's state could not be loaded: {reason}; {action}"
+    sentence: ClassVar[str] = "global step {epoch}: the swarm's state could not be loaded: {reason}; {action}"
     epoch: int
     reason: str
     action: str
@@ -188,7 +188,7 @@ class StopRequested(Event):
     """A peer asked the whole run to stop; every peer stops once it has committed ``epoch``."""
 
     level: ClassVar[int] = logging.INFO
-    sentence: ClassVar[str] = "the run stops at epoch {epoch}"
+    sentence: ClassVar[str] = "the run stops at global step {epoch}"
     epoch: int
     by_this_peer: bool
 
@@ -219,7 +219,7 @@ class PeerStopped(Event):
     """Everything that this peer had started is gone again."""
 
     level: ClassVar[int] = logging.INFO
-    sentence: ClassVar[str] = "left the swarm at epoch {epoch} in {duration_s:.1f} s"
+    sentence: ClassVar[str] = "left the swarm at global step {epoch} in {duration_s:.1f} s"
     epoch: int
     duration_s: float
 
@@ -271,8 +271,13 @@ class LogSubscriber:
 
     def __init__(self, *, verbose: bool) -> None:
         self._least = logging.INFO if verbose else logging.DEBUG
+        self._dropped = 0
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, BatchDropped):
+            self._dropped += 1
+            if self._dropped & (self._dropped - 1):
+                return  # said at the 1st, 2nd, 4th, 8th ... only; every one is an event for other subscribers
         log.log(max(event.level, self._least), event.describe())
 
 

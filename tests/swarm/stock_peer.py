@@ -29,6 +29,7 @@ def main(initial_peers: list[str], run_id: str, epochs: int) -> None:
         matchmaking_time=2.0,
         averaging_timeout=15.0,
         averager_opts={"target_group_size": 2},
+        delay_state_averaging=False,  # what it says of its parameters is then final
         verbose=True,
     )
     optimizer.load_state_from_peers()

@@ -10,6 +10,7 @@ import torch
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import Engine, PeerTraining, StepOutcome
 from lightning_hivemind.engine.factory import make_engine
+from lightning_hivemind.errors import NonFiniteGradientsError
 from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
 from lightning_hivemind.training.checks import check_trainer
@@ -21,6 +22,9 @@ from lightning_hivemind.training.zero_grad import DisabledZeroGrad
 
 if TYPE_CHECKING:
     from lightning_hivemind.network.daemon import PeerNetwork
+
+
+MOST_DROPPED = 200
 
 
 class TrainingSession:
@@ -39,6 +43,7 @@ class TrainingSession:
         self.auxiliary = arguments.auxiliary
         self.started = False
         self.drop_reason = "non-finite gradient"
+        self._dropped_in_a_row = 0
 
     def check(self) -> None:
         """Refuse what cannot work in a swarm, before anything is started."""
@@ -96,10 +101,23 @@ class TrainingSession:
 
     def accept_gradients(self) -> bool:
         """Unscale this batch's gradients; False if they hold a value that is not finite."""
-        return self._scale is None or self._scale.accept()
+        accepted = self._scale is None or self._scale.accept()
+        if accepted:
+            self._dropped_in_a_row = 0
+        return accepted
 
     def drop_batch(self, samples: int) -> int:
-        """Undo a batch whose gradients are not finite; returns the samples that are lost with it."""
+        """Undo a batch whose gradients are not finite; returns the samples that are lost with it.
+
+        Raises:
+            NonFiniteGradientsError: there was no good batch for too long. (A loss scale finds its level in about 20.)
+        """
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= MOST_DROPPED:
+            raise NonFiniteGradientsError(
+                f"{MOST_DROPPED} batches in a row had a {self.drop_reason}, so this peer contributes nothing. Look for"
+                " NaN in the data, lower the learning rate, or clip gradients (Trainer(gradient_clip_val=...))."
+            )
         if self._a.reuse_grad_buffers:  # it is in one sum with those before it
             return samples + self.engine.discard()
         return samples

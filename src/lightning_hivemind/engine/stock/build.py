@@ -42,6 +42,9 @@ class Parts:
 
 def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Parts:
     """Start the tracker's thread and the averagers' processes; must be called from the main thread (it forks)."""
+    noise = logging.getLogger("hivemind")
+    if noise.level == logging.INFO and not arguments.verbose:  # its default; our events say the same, once
+        noise.setLevel(logging.WARNING)
     tracker = ExactTracker(
         dht,
         arguments.run_id,

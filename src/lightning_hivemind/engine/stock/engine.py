@@ -20,7 +20,7 @@ from lightning_hivemind.engine.stock.adoption import load_local_parameters
 from lightning_hivemind.engine.stock.build import Parts, build_parts
 from lightning_hivemind.engine.stock.session import Missed, Session
 from lightning_hivemind.engine.worker import Worker
-from lightning_hivemind.errors import StateError
+from lightning_hivemind.errors import DaemonError, EngineStuckError, StateError
 from lightning_hivemind.events import (
     BatchAccumulated,
     EpochCommitted,
@@ -50,7 +50,7 @@ class StockEngine:
 
     def __init__(self, arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> None:
         self._a, self._network, self._training, self._events = arguments, network, training, events
-        self._worker = Worker("lightning-hivemind-rounds", events, training.should_abort)
+        self._worker = Worker("lightning-hivemind-rounds", events, self._should_abort)
         self._parts: Parts | None = None
         self._session: Session | None = None
         self._records: SwarmRecords | None = None
@@ -140,6 +140,7 @@ class StockEngine:
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         session, parts = self._require_session(), self._require_parts()
+        self._check_network()
         self._count_peers()
         session.apply_finished()
         if self._behind() > session.tolerated_lag:
@@ -302,7 +303,22 @@ class StockEngine:
         return self._stop_epoch
 
     def _in_worker(self, function: Callable[[], T], what: str, limit_s: float) -> T:
-        return self._worker.call(function, what=what, limit_s=limit_s, cancel=self._require_session().cancel)
+        try:
+            return self._worker.call(function, what=what, limit_s=limit_s, cancel=self._require_session().cancel)
+        except EngineStuckError:
+            self._check_network()
+            raise
+
+    def _should_abort(self) -> bool:
+        return self._training.should_abort() or not self._network.is_alive()
+
+    def _check_network(self) -> None:
+        """Raise DaemonError, and not whatever it leads to, if this peer's network is gone."""
+        if not self._network.is_alive() and not self._training.should_abort():
+            raise DaemonError(
+                "This peer's DHT process or libp2p daemon has died (was it killed, or out of memory?). Parameters are"
+                " those of the last committed epoch. Restart this peer: it will take the swarm's state."
+            )
 
     @property
     def _limit_s(self) -> float:

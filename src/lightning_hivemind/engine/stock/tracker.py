@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -68,6 +69,19 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         """
         found = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout_s)
         self.global_progress = self._parse_swarm_progress_data(found.value if found is not None else None)
+
+    def run(self) -> None:
+        """The tracker's thread; unlike hivemind's, it leaves no task behind to complain at exit."""
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(asyncio.gather(self._progress_reporter(), self._progress_fetcher()))
+        finally:
+            left = asyncio.all_tasks(loop)
+            for task in left:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.shutdown_complete.set()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop, and take this peer's report back, so that the others stop counting on it at once."""
