@@ -167,8 +167,12 @@ class TrainingSession:
         precision = self._strategy.precision_plugin
         if not self._a.delay_grad_averaging:
             precision._after_closure(self._module, optimizer)
-        elif self._trainer.gradient_clip_val:
-            # in the background: Lightning's hook callers note the hook they are in, for the training thread
+            return
+        # In the background. Lightning's callers of hooks note the hook they are in, which the training thread needs.
+        for callback in self._trainer.callbacks:
+            callback.on_before_optimizer_step(self._trainer, self._module, optimizer)
+        self._module.on_before_optimizer_step(optimizer)
+        if self._trainer.gradient_clip_val:
             self._module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=self._trainer.gradient_clip_val,
