@@ -4,7 +4,7 @@ VENV ?= .venv
 SETUP = $(PYTHON) scripts/setup_env.py --venv $(VENV)
 # Several peers share this machine's cores: one thread each is faster than all fighting for all.
 # Swarm tests wait for one another's peers most of the time.
-WORKERS ?= 3
+WORKERS ?= 2
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 CODE = $(wildcard src tests examples benchmarks scripts docs)
 
