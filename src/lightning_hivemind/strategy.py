@@ -6,6 +6,7 @@ The strategy translates between a Trainer and an engine. What words like *step* 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -306,8 +307,6 @@ class HivemindStrategy(_Base, metaclass=Twinned):
             self._events_to_file = True
 
     def _announce(self, network: PeerNetwork) -> None:
-        import os
-
         from lightning_hivemind.network.invitation import invitation
 
         if not self.arguments.client_mode:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> Engine:
-    """The engine that ``arguments.engine`` names, not started yet."""
+    """The engine for ``arguments.engine``, of which there is one so far; not started yet."""
     from lightning_hivemind.engine.stock import StockEngine  # imports hivemind
 
     return StockEngine(arguments, network, training, events)

@@ -321,7 +321,6 @@ class Session:
             if not adopt_state(self._a, parts, self._training, self._should_abort):
                 return False
             parts.tracker.update_epoch(parts.state.local_epoch)
-            parts.tracker.report_local_progress(parts.state.local_epoch, 0)
             try:
                 parts.tracker.announce(FRESH_S)
             except (FutureTimeoutError, TimeoutError):
