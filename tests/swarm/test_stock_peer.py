@@ -41,6 +41,7 @@ def test_a_stock_script_joins_a_run_of_ours_and_averages_with_it(swarm: Swarm) -
     assert "Averaged gradients with 2 peers" in stock.output
     joint = [event for event in ours.said("EpochCommitted") if event["contributors"] == 2 and event["fraction"] == 1.0]
     assert len(joint) >= 2
+    ours.wait_epoch(joint[-1]["epoch"])  # the event comes before the parameters are recorded
     # where both averaged whole rounds, both hold the same parameters
     theirs = {line["epoch"]: np.array(line["parameters"]) for line in said(stock, "epoch")}
     apart = [distance(theirs[e["epoch"]], ours.parameters(e["epoch"])) for e in joint if e["epoch"] in theirs]

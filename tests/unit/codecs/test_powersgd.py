@@ -36,6 +36,7 @@ class Group:
 
 def make(dht: hivemind.DHT, gradients: list[torch.Tensor], rank: int) -> Any:
     factory = functools.partial(PowerSGDGradientAverager, averager_rank=rank, min_compression_ratio=0.5)
+    torch.manual_seed(0)  # hivemind draws the first Q: one in 300 is so near to dependent that a direction waits a round
     averager = factory(
         parameters=[torch.nn.Parameter(torch.zeros_like(one)) for one in gradients], dht=dht, prefix="run", start=False
     )
@@ -65,7 +66,8 @@ def test_gradient_of_at_most_the_averagers_rank_comes_out_as_it_is(dht: hivemind
     assert len(averager._qs) == 1
     for _ in range(3):  # what error feedback carries over must not grow either
         for result, gradient in zip(average(averager, gradients), gradients, strict=True):
-            torch.testing.assert_close(result, gradient, rtol=1e-3, atol=1e-4)
+            # Q's condition (up to 1000) times float32's rounding (6e-8); a direction counted twice would be 0.1 or more
+            assert float((result - gradient).norm()) <= 1e-3 * float(gradient.norm())
 
 
 def test_gradient_of_higher_rank_is_made_up_for_by_error_feedback(dht: hivemind.DHT) -> None:
