@@ -36,7 +36,7 @@ class Group:
 
 def make(dht: hivemind.DHT, gradients: list[torch.Tensor], rank: int) -> Any:
     factory = functools.partial(PowerSGDGradientAverager, averager_rank=rank, min_compression_ratio=0.5)
-    torch.manual_seed(0)  # hivemind draws the first Q: one in 300 is so near to dependent that a direction waits a round
+    torch.manual_seed(0)  # of hivemind's random first Qs, one in 300 leaves a direction to the next round
     averager = factory(
         parameters=[torch.nn.Parameter(torch.zeros_like(one)) for one in gradients], dht=dht, prefix="run", start=False
     )

@@ -25,6 +25,7 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 
+from lightning_hivemind.engine.stock.linger import Lingering
 from lightning_hivemind.errors import StateError
 from lightning_hivemind.network.lifetime import settle_child
 from lightning_hivemind.network.tasks import keep_tasks_alive
@@ -71,6 +72,10 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
         """The polite half of ``shutdown``, without waiting: the caller joins, then terminates, then kills."""
         self._outer_pipe.send(("_shutdown", [1.0], {}))
         self._inner_pipe.send(("_SHUTDOWN", None))
+
+    async def add_p2p_handlers(self, p2p: Any, wrapper: Any = None, **kwargs: Any) -> None:
+        # all of an averager's handlers answer with streams
+        await super().add_p2p_handlers(p2p, Lingering(wrapper or self), **kwargs)
 
     async def _resize_group(self, size: int) -> None:
         self._matchmaking.target_group_size = size
