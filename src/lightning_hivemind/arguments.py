@@ -185,9 +185,6 @@ class Arguments:
     """Seconds that the libp2p daemon has to start. Raise it on a very slow or crowded machine."""
 
     # -- how it came about --------------------------------------------------------------------------------------------
-    given: frozenset[str] = frozenset()
-    """Names of the arguments that the caller gave with another value than the default."""
-
     events_file: str | None = None
     """Where the environment wants events to be written; see :attr:`events_path`."""
 
@@ -210,7 +207,7 @@ class Arguments:
         Args:
             target_batch_size: see the field.
             environ: read instead of ``os.environ``.
-            arguments: the other fields by name. A default that is passed on explicitly counts as not given.
+            arguments: the other fields by name.
 
         Raises:
             ArgumentError: an unknown name, an impossible value, or two that exclude one another.
@@ -219,13 +216,11 @@ class Arguments:
         environ = os.environ if environ is None else environ
         defaults = {one.name: one.default for one in fields(cls) if "check" in one.metadata}
         _refuse_unknown(arguments, defaults)
-        given = frozenset(name for name, value in arguments.items() if not _is_default(value, defaults[name]))
         peers_from = "initial_peers"
         if arguments.get("initial_peers") is None:
             arguments["initial_peers"], peers_from = _peers_from_environment(environ)
         return cls(
             target_batch_size=target_batch_size,
-            given=given,
             events_file=environ.get(EVENTS_VARIABLE) or None,
             peers_from=peers_from,
             **arguments,
@@ -275,10 +270,6 @@ def _refuse_unknown(names: Mapping[str, Any], legal: Mapping[str, Any]) -> None:
         if name not in legal:
             fix = f"{check.closest(name, legal)}legal are {', '.join(sorted(legal))}"
             raise check.refusal(name, value, "is not an argument", fix)
-
-
-def _is_default(value: object, default: object) -> bool:
-    return value is None or (isinstance(value, (bool, int, float, str, tuple)) and value == default)
 
 
 def _peers_from_environment(environ: Mapping[str, str]) -> tuple[str, str]:

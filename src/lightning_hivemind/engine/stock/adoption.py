@@ -11,7 +11,7 @@ import torch
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
-from lightning_hivemind.engine.stock.state import install_state, settle_rates
+from lightning_hivemind.engine.stock.state import Installed, install_state
 
 RETRIES = 5
 PAUSE_S = 0.5
@@ -29,20 +29,20 @@ def adopt_state(arguments: Arguments, parts: Parts, training: PeerTraining, shou
         StateError: what was sent does not fit. Nothing was changed.
     """
     state = parts.state
-    installed: int | None = None
+    installed: Installed | None = None
     for attempt in range(RETRIES):
         found = state.download(float(arguments.load_state_timeout))
         if found is None or _older(found[0], int(state.local_epoch)):
             break
         installed = install_state(state.optimizer, training.extra_tensors, *found)
-        if installed >= parts.tracker.global_epoch or attempt == RETRIES - 1 or should_abort():
+        if installed.epoch >= parts.tracker.global_epoch or attempt == RETRIES - 1 or should_abort():
             break
         time.sleep(PAUSE_S)
     if installed is None:
         return False
-    state.local_epoch = installed
+    state.local_epoch = installed.epoch
     training.advance_schedulers(state.local_epoch)
-    settle_rates(state.optimizer)
+    installed.settle_rates(state.optimizer)
     load_local_parameters(state)
     if parts.grads is not None:
         parts.grads.load_codec_state(arguments.averaging_timeout)

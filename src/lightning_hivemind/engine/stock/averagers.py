@@ -25,7 +25,7 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 
-from lightning_hivemind.engine.stock.linger import Lingering
+from lightning_hivemind.engine.stock.streams import Counting, Lingering
 from lightning_hivemind.errors import StateError
 from lightning_hivemind.network.lifetime import settle_child
 from lightning_hivemind.network.tasks import keep_tasks_alive
@@ -76,6 +76,10 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
     async def add_p2p_handlers(self, p2p: Any, wrapper: Any = None, **kwargs: Any) -> None:
         # all of an averager's handlers answer with streams
         await super().add_p2p_handlers(p2p, Lingering(wrapper or self), **kwargs)
+
+    @classmethod
+    def get_stub(cls, p2p: Any, peer: Any, **kwargs: Any) -> Counting:
+        return Counting(super().get_stub(p2p, peer, **kwargs))
 
     async def _resize_group(self, size: int) -> None:
         self._matchmaking.target_group_size = size

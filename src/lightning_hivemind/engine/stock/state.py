@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -48,20 +49,30 @@ def has_state(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(value, torch.Tensor) for entry in optimizer.state.values() for value in entry.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What was taken over: the donor's epoch, and the learning rates of its groups (none before its first step)."""
+
+    epoch: int
+    rates: tuple[Any, ...] = ()
+
+    def settle_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the schedulers caught up: the donor's learning rates are the swarm's, so they win."""
+        for group, rate in zip(optimizer.param_groups, self.rates, strict=False):
+            group["lr"] = rate
+
+
 def install_state(
     optimizer: torch.optim.Optimizer,
     extra_tensors: Sequence[torch.Tensor],
     metadata: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
-) -> int:
+) -> Installed:
     """Put a downloaded state into ``optimizer`` (its parameters included) and ``extra_tensors``.
 
     The groups' learning rates stay this peer's own, so that schedulers can be advanced from there to the donor's
-    epoch; then :func:`settle_rates` makes them the donor's. (Advancing a chainable scheduler from the donor's rate
-    would apply its factor twice, as hivemind does.)
-
-    Returns:
-        The donor's epoch.
+    epoch; then :meth:`Installed.settle_rates` makes them the donor's. (Advancing a chainable scheduler from the donor's
+    rate would apply its factor twice, as hivemind does.)
 
     Raises:
         StateError: the state does not fit this model or optimizer. Nothing was changed.
@@ -78,18 +89,19 @@ def install_state(
                 f"tensor {index} of a peer's state has shape {tuple(theirs.shape)}, here it is {tuple(mine.shape)}."
                 " All peers of a run_id must train the same model; give this one another run_id."
             )
-    _install_optimizer(optimizer, metadata.get("optimizer_metadata"), tensors[len(targets) :])
+    rates = _install_optimizer(optimizer, metadata.get("optimizer_metadata"), tensors[len(targets) :])
     with torch.no_grad():
         for mine, theirs in zip(targets, tensors, strict=False):
             mine.copy_(theirs)
-    return epoch
+    return Installed(epoch, rates)
 
 
-def _install_optimizer(optimizer: torch.optim.Optimizer, flat: Any, tensors: Sequence[torch.Tensor]) -> None:
+def _install_optimizer(optimizer: torch.optim.Optimizer, flat: Any, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Returns the donor's learning rates; the groups keep their own."""
     if not isinstance(flat, (list, tuple)) or not all(isinstance(item, dict) for item in flat):
         raise StateError("a peer sent no usable optimizer state. Its state was not used.")
     if not tensors:
-        return  # the donor made no step yet: neither has its optimizer a state
+        return ()  # the donor made no step yet: neither has its optimizer a state
     fresh = not has_state(optimizer)
     if fresh:
         prime_optimizer_state(optimizer)
@@ -103,12 +115,7 @@ def _install_optimizer(optimizer: torch.optim.Optimizer, flat: Any, tensors: Seq
         )
     rates = [group["lr"] for group in optimizer.param_groups]
     load_optimizer_state(optimizer, flat, tensors)
+    donors = tuple(group["lr"] for group in optimizer.param_groups)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["donor_lr"], group["lr"] = group["lr"], rate
-
-
-def settle_rates(optimizer: torch.optim.Optimizer) -> None:
-    """After the schedulers caught up: the donor's learning rates are the swarm's, so they win."""
-    for group in optimizer.param_groups:
-        if "donor_lr" in group:
-            group["lr"] = group.pop("donor_lr")
+        group["lr"] = rate
+    return donors
