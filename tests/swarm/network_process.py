@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # a shell starts background jobs, this test run perhaps among them, with SIGINT ignored
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )
         self.said: list[dict[str, Any]] = []
         self._lines: queue.Queue[str | None] = queue.Queue()

@@ -26,8 +26,8 @@ def main(initial_peers: list[str], run_id: str, epochs: int) -> None:
         target_batch_size=32,
         batch_size_per_step=8,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
-        matchmaking_time=2.0,
-        averaging_timeout=15.0,
+        matchmaking_time=10.0,
+        averaging_timeout=30.0,
         averager_opts={"target_group_size": 2},
         delay_state_averaging=False,  # what it says of its parameters is then final
         verbose=True,

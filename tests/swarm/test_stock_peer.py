@@ -22,7 +22,9 @@ def said(peer: Peer, event: str) -> list[dict[str, Any]]:
 
 
 def test_a_stock_script_joins_a_run_of_ours_and_averages_with_it(swarm: Swarm) -> None:
-    (ours,) = swarm.start(1, together=False, hold_at=[1], trainer={"max_steps": -1}, delay_s=0.05)
+    # both wait for one another longer than a busy machine can make a batch last
+    patient = {"matchmaking_time": 10.0, "averaging_timeout": 30.0}
+    (ours,) = swarm.start(1, together=False, hold_at=[1], trainer={"max_steps": -1}, delay_s=0.05, strategy=patient)
     ours.wait_for("holding", epoch=1)
     script = Path(__file__).with_name("stock_peer.py")
     stock = swarm.launch(
