@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,17 @@ def test_kill_of_the_dht_process_takes_the_daemon_along(scene: Scene) -> None:
     assert is_alive(scene.up["pid"])
     scene.peer.stop()
     scene.assert_gone()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ctrl_c_never_hits_torchs_shared_memory_manager(scene: Scene) -> None:
+    """Should it be killed while it starts, torch waits for it for ever, holding the GIL."""
+    (manager,) = scene.before.named("torch_shm_manager")
+    status = Path(f"/proc/{manager}/status").read_text(encoding="ascii")
+    blocked = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:")), 16)
+    assert blocked >> (signal.SIGINT - 1) & 1
+    trainer = Path(f"/proc/{scene.up['pid']}/status").read_text(encoding="utf-8")
+    assert "SigBlk:\t0000000000000000" in trainer, "the trainer itself still gets its signals"
 
 
 @pytest.mark.parametrize("frozen", ["dht_pid", "daemon"])

@@ -26,7 +26,7 @@ from lightning_hivemind.errors import DaemonError, JoinError, NetworkError
 from lightning_hivemind.events import EventBus, PeerStarted, Waiting
 from lightning_hivemind.network import diagnosis
 from lightning_hivemind.network.identity import check_identity, without_self
-from lightning_hivemind.network.lifetime import die_with_parent, settle_child
+from lightning_hivemind.network.lifetime import die_with_parent, settle_child, start_shared_memory
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
 from lightning_hivemind.network.sockets import SocketDirectory
 from lightning_hivemind.network.tasks import keep_tasks_alive
@@ -120,6 +120,7 @@ class PeerNetwork:
         began = time.monotonic()
         check_identity(self.settings.identity_path)
         peers = without_self(self.settings.initial_peers, self.settings.identity_path)
+        start_shared_memory()
         self._sockets = SocketDirectory.create()
         try:
             self._join(self._sockets, peers, began)
