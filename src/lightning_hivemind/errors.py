@@ -40,7 +40,7 @@ class AddressError(NetworkError, ValueError):
 
 
 class DaemonError(NetworkError):
-    """The libp2p daemon did not start, or is gone."""
+    """The libp2p daemon did not start; or it, the DHT process or an averager is gone."""
 
 
 class JoinError(NetworkError):

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from swarm.processes import Footprint, descendants, footprint, state_of, still_there, wait_until
+from swarm.processes import Footprint, descendants, footprint, parent_of, state_of, still_there, wait_until
 from swarm.spec import PeerSpec
 
 #: bound of everything that a swarm must do by itself after a peer has ended (the promise of the strategy)
@@ -223,6 +223,16 @@ class Peer:
         now = footprint(descendants(self.supervisor))
         self.seen.merge(now)
         return now
+
+    def process(self, part: str) -> int:
+        """Pid of one of its processes: ``"daemon"``, ``"DHT"``, ``"averager 0"`` or ``"averager 1"``."""
+        now = self.look()
+        (daemon,) = now.named("p2pd")
+        dht = parent_of(daemon)
+        forks = [pid for pid in now.processes if parent_of(pid) == self.pid and pid not in now.named("torch_shm")]
+        averagers = sorted(pid for pid in forks if pid != dht)
+        assert len(averagers) == 2, now.processes
+        return {"daemon": daemon, "DHT": dht, "averager 0": averagers[0], "averager 1": averagers[1]}[part]
 
     def kill(self) -> None:
         """``kill -9`` of the trainer process alone; returns when it is dead."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swarm.zygote import descendants
 
-__all__ = ["Footprint", "descendants", "footprint", "state_of", "wait_until"]
+__all__ = ["Footprint", "descendants", "footprint", "parent_of", "state_of", "wait_until"]
 
 
 @dataclass
@@ -80,6 +80,14 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def parent_of(pid: int) -> int:
+    """Pid of the parent, or 0 when there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str | Callable[[], str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 
@@ -87,6 +88,31 @@ def test_kill_9_in_the_middle_of_a_round_leaves_nothing_behind(swarm: Swarm) -> 
     first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=STEP_S, what="a round")
     first.kill()
     first.assert_clean(CLEAN_S)
+
+
+@pytest.mark.parametrize("part", ["daemon", "DHT", "averager 0", "averager 1"])
+def test_a_peer_whose_own_process_is_killed_says_so_and_ends(swarm: Swarm, part: str) -> None:
+    """It cannot go on; the others can."""
+    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(1)
+    second.wait_epoch(1)
+    os.kill(second.process(part), signal.SIGKILL)
+    error = second.wait_for("raised", timeout_s=30)
+    assert error["kind"] == "DaemonError", error
+    assert ("averager" if "averager" in part else "daemon") in error["text"]
+    second.wait_exit(code=1)
+    first.wait_epoch(max(first.commits) + 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("part", ["averager 0", "averager 1"])
+def test_a_process_that_hangs_does_not_keep_the_peer_from_ending(swarm: Swarm, part: str) -> None:
+    """The round never comes back, and hivemind's threads wait for it; the trainer must still end, with the error."""
+    first, second = swarm.start(2, trainer=ENDLESS, strategy={"averaging_timeout": 4.0}, delay_s=0.05)
+    first.wait_epoch(1)
+    second.wait_epoch(1)
+    os.kill(second.process(part), signal.SIGSTOP)
+    assert second.wait_for("raised", timeout_s=60)["kind"] == "EngineStuckError"
+    second.wait_exit(code=1)
 
 
 def test_the_process_keeps_its_own_signal_handlers(swarm: Swarm) -> None:

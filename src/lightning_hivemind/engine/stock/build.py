@@ -32,6 +32,11 @@ class Parts:
     state: Any
     grads: Any | None
 
+    @property
+    def alive(self) -> bool:
+        """Whether both averager processes run."""
+        return all(averager.is_alive() for averager in (self.grads, self.state) if averager is not None)
+
     def stop(self, deadline: float) -> None:
         """Say goodbye, then stop both averager processes, the hard way if need be, by ``deadline`` (monotonic)."""
         self.tracker.shutdown(max(0.1, min(1.0, (deadline - time.monotonic()) / 4)))

@@ -140,7 +140,7 @@ class StockEngine:
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         session, parts = self._require_session(), self._require_parts()
-        self._check_network()
+        self._check_processes()
         self._count_peers()
         session.apply_finished()
         if self._behind() > session.tolerated_lag:
@@ -306,19 +306,26 @@ class StockEngine:
         try:
             return self._worker.call(function, what=what, limit_s=limit_s, cancel=self._require_session().cancel)
         except EngineStuckError:
-            self._check_network()
+            self._check_processes()
             raise
 
     def _should_abort(self) -> bool:
-        return self._training.should_abort() or not self._network.is_alive()
+        return self._training.should_abort() or self._dead_process is not None
 
-    def _check_network(self) -> None:
-        """Raise DaemonError, and not whatever it leads to, if this peer's network is gone."""
-        if not self._network.is_alive() and not self._training.should_abort():
+    def _check_processes(self) -> None:
+        """Raise DaemonError, and not whatever it leads to, if a process of this peer is gone."""
+        dead = self._dead_process
+        if dead is not None and not self._training.should_abort():
             raise DaemonError(
-                "This peer's DHT process or libp2p daemon has died (was it killed, or out of memory?). Parameters are"
-                " those of the last committed epoch. Restart this peer: it will take the swarm's state."
+                f"This peer's {dead} has died (was it killed, or out of memory?). Parameters are those of the last"
+                " committed epoch. Restart this peer: it will take the swarm's state."
             )
+
+    @property
+    def _dead_process(self) -> str | None:
+        if not self._network.is_alive():
+            return "DHT process or libp2p daemon"
+        return None if self._parts is None or self._parts.alive else "averager process"
 
     @property
     def _limit_s(self) -> float:

@@ -89,6 +89,10 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         self.should_report_progress.set()
         self.global_state_updated.set()
         self.shutdown_complete.wait(timeout)
+        if not self.shutdown_complete.is_set() and self.lock_global_progress.locked():
+            # a round that never came back holds it, and a thread of hivemind's pool waits for it, which the interpreter
+            # joins at exit: without this the process would print its error and never end
+            self.lock_global_progress.release()
         withdrawn = self.dht.store(
             self.training_progress_key,
             subkey=self._local_public_key,
