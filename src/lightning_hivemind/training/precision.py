@@ -33,7 +33,7 @@ class LossScale:
 
     def accept(self) -> bool:
         """After a backward pass: unscale, and say whether the gradients may count."""
-        if self._scaler is not None and self.active and not self._reuses:
+        if self._scaler is not None and self.active and not self._reuses and self._has_gradients():
             self._scaler.unscale_(self._optimizer)
             finite = gradients_are_finite(self._parameters)
             self._scaler.update()
@@ -49,6 +49,10 @@ class LossScale:
             self._update_scale()
 
     def _update_scale(self) -> None:
-        if self._scaler is not None and self.active and any(p.grad is not None for p in self._parameters):
+        if self._scaler is not None and self.active and self._has_gradients():
             self._scaler.unscale_(self._optimizer)  # only to let the scaler see infinities
             self._scaler.update()
+
+    def _has_gradients(self) -> bool:
+        """A scaler that was shown no gradient refuses to update."""
+        return any(p.grad is not None for p in self._parameters)

@@ -2,17 +2,23 @@
 
 Lightning would advance them by this peer's batches or passes over its data, which differ from peer to peer. Here every
 scheduler advances once per ``frequency`` global steps, right after the optimizer's step, in the thread that stepped.
+
+So it stands where it was made plus ``global step // frequency``, also after a checkpoint of a plain Trainer (whose
+``interval="epoch"`` counted passes over the data) and in a second fit (which begins with a new scheduler): it is
+brought there before the first batch, as a peer that joins brings its own, or the peers' learning rates would part.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from lightning_hivemind.errors import ArgumentError
 
@@ -22,16 +28,33 @@ log = logging.getLogger("lightning_hivemind")
 NEVER = sys.maxsize
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A scheduler, how many global steps it stands still, and its position at global step 0."""
+
+    scheduler: Any
+    frequency: int
+    start: int
+
+
 class SwarmSchedulers:
-    """Takes Lightning's scheduler configurations over, and advances the schedulers by epochs of the swarm."""
+    """Takes Lightning's scheduler configurations over, and advances the schedulers by epochs of the swarm.
+
+    ``advance`` may be called from several threads at once: background steps and local updates are not in one thread.
+    """
 
     def __init__(self, step_hook: Callable[[Any], None]) -> None:
         self._step_hook = step_hook
-        self._taken: list[tuple[Any, int]] = []
+        self._taken: list[_Taken] = []
         self._epoch = 0
+        self._lock = threading.Lock()
 
-    def take_over(self, configs: Sequence[Any]) -> None:
-        """Stop Lightning from advancing ``configs`` (their ``frequency`` is kept here); monitors still see them."""
+    def take_over(self, configs: Sequence[Any], epoch: int = 0) -> None:
+        """Stop Lightning from advancing ``configs`` (their ``frequency`` is kept here); monitors still see them.
+
+        Args:
+            epoch: global steps that this process has made. A scheduler that is kept from the fit before made them, too.
+        """
         self._taken = []
         for config in configs:
             if config.interval == "epoch":
@@ -41,19 +64,56 @@ class SwarmSchedulers:
                     type(config.scheduler).__name__,
                     config.frequency,
                 )
-            self._taken.append((config.scheduler, config.frequency))
+            start = max(0, (position(config.scheduler) or 0) - epoch // config.frequency)
+            self._taken.append(_Taken(config.scheduler, config.frequency, start))
             config.interval, config.frequency = "step", NEVER
 
     def advance(self, epoch: int) -> None:
         """Bring every scheduler to ``epoch`` (never back)."""
-        for scheduler, frequency in self._taken:
-            for _ in range(epoch // frequency - self._epoch // frequency):
-                self._step_hook(scheduler)
-        self._epoch = max(self._epoch, epoch)
+        with self._lock:
+            for taken in self._taken:
+                for _ in range(epoch // taken.frequency - self._epoch // taken.frequency):
+                    self._step_hook(taken.scheduler)
+            self._epoch = max(self._epoch, epoch)
 
-    def mark(self, epoch: int) -> None:
-        """The schedulers' own state was (or will be) loaded for ``epoch``: do not advance them to it."""
-        self._epoch = epoch
+    def resume(self, epoch: int) -> None:
+        """Before the first batch, with whatever state was loaded: bring every scheduler to where ``epoch`` wants it.
+
+        One that does not tell its position (it has no ``last_epoch``) is taken to be there.
+
+        Raises:
+            ArgumentError: a scheduler is past that already, and cannot go back.
+        """
+        with self._lock:
+            for taken in self._taken:
+                self._bring(taken, epoch)
+            self._epoch = epoch
+
+    def _bring(self, taken: _Taken, epoch: int) -> None:
+        wanted, found = taken.start + epoch // taken.frequency, position(taken.scheduler)
+        if found is None or found == wanted:
+            return
+        name = type(taken.scheduler).__name__
+        if found > wanted:
+            raise ArgumentError(
+                f"{name} was resumed at position {found}, but with frequency={taken.frequency} global step {epoch} is"
+                f" position {wanted}: this peer's learning rate would not be the others'. Give it the frequency that"
+                " the checkpoint was made with, or start from the checkpoint's state_dict alone. Nothing was trained."
+            )
+        log.warning(
+            "%s stood at %d and was advanced to %d: in a swarm, schedulers count global steps, of which %d are made.",
+            *(name, found, wanted, epoch),
+        )
+        for _ in range(wanted - found):
+            self._step_hook(taken.scheduler)
+
+
+def position(scheduler: Any) -> int | None:
+    """How often a scheduler was advanced; None if it does not tell."""
+    if isinstance(scheduler, ChainedScheduler):  # counts nothing itself
+        return position(scheduler._schedulers[0])
+    found = getattr(scheduler, "last_epoch", None)
+    return found if isinstance(found, int) else None
 
 
 def refuse_plateau(config: Any) -> None:

@@ -79,11 +79,11 @@ class TrainingSession:
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step)
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
-        self._schedulers.mark(epoch)  # Lightning loads their state right after this
         self.engine.restore(optimizer_state, epoch)
         self._progress.follow(epoch, committed=False)
 
     def synchronise(self) -> None:
+        self._schedulers.resume(self.engine.epoch)  # Lightning has loaded their state by now, if there is one
         outcome = self.engine.synchronise()
         self.started = True
         self._progress.follow(outcome.epoch, committed=False)
@@ -157,7 +157,7 @@ class TrainingSession:
             config_type = lightning_module(self._strategy.package, "utilities.types").LRSchedulerConfig
             scheduler = scheduler_from(self._a.scheduler_fn, optimizer)
             self._strategy.lr_scheduler_configs = [config_type(scheduler, interval="step")]
-        self._schedulers.take_over(self._strategy.lr_scheduler_configs)
+        self._schedulers.take_over(self._strategy.lr_scheduler_configs, self._trainer.global_step)
 
     def _step_scheduler(self, scheduler: Any) -> None:
         self._module.lr_scheduler_step(scheduler, None)
@@ -172,12 +172,11 @@ class TrainingSession:
         for callback in self._trainer.callbacks:
             callback.on_before_optimizer_step(self._trainer, self._module, optimizer)
         self._module.on_before_optimizer_step(optimizer)
-        if self._trainer.gradient_clip_val:
-            self._module.configure_gradient_clipping(
-                optimizer,
-                gradient_clip_val=self._trainer.gradient_clip_val,
-                gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
-            )
+        self._module.configure_gradient_clipping(
+            optimizer,
+            gradient_clip_val=self._trainer.gradient_clip_val,
+            gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+        )
 
     def _should_abort(self) -> bool:
         return bool(getattr(self._trainer, "received_sigterm", False))

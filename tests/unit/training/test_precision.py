@@ -37,6 +37,16 @@ def test_an_overflow_is_refused_and_lowers_the_scale() -> None:
     assert scale.accept()
 
 
+@pytest.mark.parametrize("reuses", [False, True])
+def test_a_batch_that_gives_no_parameter_a_gradient_is_accepted_and_leaves_the_scale(reuses: bool) -> None:
+    p, scaler, scale = make(reuses)
+    backward(torch.nn.Parameter(torch.ones(4)), scaler)
+    assert p.grad is None
+    assert scale.accept()
+    scale.after_commit()
+    assert scaler.get_scale() == 8.0
+
+
 def test_the_scale_grows_after_enough_good_batches() -> None:
     p, scaler, scale = make(reuses=False)
     for _ in range(2):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
 
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.schedulers import SwarmSchedulers, refuse_plateau, scheduler_from
@@ -52,11 +53,87 @@ def test_lightning_never_advances_what_was_taken_over() -> None:
 
 def test_a_resumed_scheduler_is_not_advanced_to_where_its_state_already_is() -> None:
     optim = optimizer()
-    schedulers = taken(Config(ExponentialLR(optim, gamma=0.5)))
+    scheduler = ExponentialLR(optim, gamma=0.5)
+    schedulers = taken(Config(scheduler))
     optim.step()
-    schedulers.mark(10)
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 10})
+    schedulers.resume(10)
+    assert optim.param_groups[0]["lr"] == 1.0
     schedulers.advance(11)
     assert optim.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("make", [lambda o: LambdaLR(o, lambda n: 0.5**n), partial(ExponentialLR, gamma=0.5)])
+@pytest.mark.parametrize(("loaded", "frequency"), [(0, 1), (3, 1), (3, 2)])
+def test_passes_over_the_data_in_a_plain_checkpoint_become_global_steps(make: Any, loaded: int, frequency: int) -> None:
+    """A second fit begins at 0, a plain Trainer's ``interval="epoch"`` at 3; a joiner makes all steps itself."""
+    resumed, joined = optimizer(), optimizer()
+    for optim in (resumed, joined):
+        optim.step()
+    scheduler = make(resumed)
+    schedulers = taken(Config(scheduler, interval="epoch", frequency=frequency))
+    for _ in range(loaded):
+        scheduler.step()
+    schedulers.resume(10)
+    joiner = taken(Config(make(joined), frequency=frequency))
+    for epoch in (10, 11, 12):
+        schedulers.advance(epoch)
+        joiner.advance(epoch)
+        assert resumed.param_groups[0]["lr"] == joined.param_groups[0]["lr"] == 0.5 ** (epoch // frequency)
+
+
+def test_a_scheduler_that_is_made_or_kept_at_a_position_counts_from_there() -> None:
+    optim = optimizer()
+    optim.param_groups[0]["initial_lr"] = 1.0
+    optim.step()
+    made_at_7 = LambdaLR(optim, lambda n: 1.0 / n, last_epoch=6)
+    schedulers = taken(Config(made_at_7))
+    schedulers.resume(0)
+    schedulers.advance(3)
+    assert made_at_7.last_epoch == 10
+    again = SwarmSchedulers(lambda scheduler: scheduler.step())
+    again.take_over([Config(made_at_7)], epoch=3)  # the second fit got the same object
+    again.resume(3)
+    assert made_at_7.last_epoch == 10
+
+
+def test_a_scheduler_that_is_past_the_global_step_is_refused_with_the_fix() -> None:
+    optim = optimizer()
+    scheduler = ExponentialLR(optim, gamma=0.5)
+    schedulers = taken(Config(scheduler, frequency=2))
+    scheduler.last_epoch = 10
+    with pytest.raises(ArgumentError, match=r"position 10.*frequency=2 global step 10.*position 5"):
+        schedulers.resume(10)
+
+
+def test_chained_schedulers_tell_their_position_and_strange_ones_are_believed() -> None:
+    optim = optimizer()
+    optim.step()
+    chained = ChainedScheduler([ExponentialLR(optim, gamma=0.5), StepLR(optim, 100)], optimizer=optim)
+    calls: list[Any] = []
+    schedulers = SwarmSchedulers(calls.append)
+    schedulers.take_over([Config(chained), Config(strange := object())])
+    schedulers.resume(4)
+    assert calls == [chained] * 4
+    schedulers.advance(5)
+    assert calls[4:] == [chained, strange]
+
+
+def test_two_threads_that_advance_to_one_epoch_advance_once() -> None:
+    calls: list[str] = []
+
+    def step(_: Any) -> None:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 1:
+            second.start()
+            second.join(0.5)  # without a lock it is through at once, and has advanced, too
+
+    schedulers = SwarmSchedulers(step)
+    schedulers.take_over([Config(StepLR(optimizer(), 1))])
+    second = threading.Thread(target=schedulers.advance, args=(1,), name="second")
+    schedulers.advance(1)
+    second.join()
+    assert calls == [threading.current_thread().name]
 
 
 def test_plateau_is_refused() -> None:

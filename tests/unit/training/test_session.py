@@ -1,0 +1,82 @@
+"""What one fit asks of the loop and of the module, with a real Trainer and an engine that only counts."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+pytest.importorskip("hivemind")
+
+from lightning_hivemind import HivemindStrategy
+from lightning_hivemind.engine.base import Engine, StepOutcome
+from lightning_hivemind.training.session import TrainingSession
+
+
+class Model(pl.LightningModule):
+    """Its scheduler counts passes over the data; its gradient clipping is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.clipped: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([self.weight], lr=1.0)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "epoch"}]
+
+    def configure_gradient_clipping(self, optimizer: Any, **settings: Any) -> None:
+        self.clipped.append(settings)
+
+
+def make_session(**arguments: Any) -> tuple[TrainingSession, Any, Any]:
+    strategy = HivemindStrategy(target_batch_size=8, initial_peers=[], **arguments)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    model = Model()
+    model.trainer = trainer
+    strategy.connect(model)
+    strategy._lightning_module = model
+    strategy.setup_optimizers(trainer)
+    return TrainingSession(strategy.arguments, strategy, trainer, strategy.events), trainer, model
+
+
+DELAYS = {"delay_grad_averaging": True, "delay_state_averaging": True}
+
+
+@pytest.mark.parametrize("arguments", [{}, DELAYS], ids=["at once", "delayed"])
+def test_overridden_gradient_clipping_is_called_without_gradient_clip_val_too(arguments: dict[str, Any]) -> None:
+    session, trainer, model = make_session(**arguments)
+    session._before_optimizer_step(trainer.optimizers[0])
+    assert model.clipped == [{"gradient_clip_val": None, "gradient_clip_algorithm": None}]
+
+
+class CountingEngine:
+    """An engine alone in its swarm, whose step does nothing."""
+
+    num_peers = 1
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def restore(self, optimizer_state: Any, epoch: int) -> None:
+        self.epoch = epoch
+
+    def synchronise(self) -> StepOutcome:
+        return StepOutcome(epoch=self.epoch, committed=False, adopted=False)
+
+
+@pytest.mark.parametrize("loaded", [0, 3], ids=["second fit", "plain checkpoint"])
+def test_schedulers_stand_where_the_global_step_says_before_the_first_batch(loaded: int) -> None:
+    session, trainer, _ = make_session()
+    (config,) = trainer.strategy.lr_scheduler_configs
+    optimizer = trainer.optimizers[0]
+    session.engine = cast(Engine, CountingEngine(epoch=0))
+    session._make_scheduler(optimizer)
+    session.restore(optimizer.state_dict(), 10)
+    config.scheduler.load_state_dict({**config.scheduler.state_dict(), "last_epoch": loaded})
+    optimizer.param_groups[0]["lr"] = 0.5**loaded
+    session.synchronise()
+    assert config.scheduler.last_epoch == trainer.global_step == 10
+    assert optimizer.param_groups[0]["lr"] == 0.5**10
