@@ -92,7 +92,7 @@ def digest_of(model: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
-def save_parameters(spec: PeerSpec, model: torch.nn.Module, epoch: int) -> None:
+def save_parameters(spec: PeerSpec, model: torch.nn.Module, epoch: int | str) -> None:
     """For the tests that compare within a tolerance; see ``Peer.parameters``."""
     flat = torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()])
     np.save(Path(spec.folder) / f"parameters_{epoch}.npy", flat.numpy())
@@ -115,6 +115,8 @@ def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, 
         compression = importlib.import_module("hivemind.compression")
         names |= {name: getattr(compression, name) for name in dir(compression) if name[0].isupper()}
         names["ours"] = importlib.import_module("lightning_hivemind.codecs")
+    if any("DiesInARound" in text for text in code.values()):
+        names["DiesInARound"] = importlib.import_module("swarm.faults").DiesInARound
     if any("PowerSGD" in text for text in code.values()):
         module = importlib.import_module("hivemind.optim.power_sgd_averager")
         names["PowerSGDGradientAverager"] = module.PowerSGDGradientAverager
@@ -162,6 +164,7 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
     if spec.strategy is not None:
         strategy = make_strategy(spec, pl)
         strategy.events.subscribe(ledger.on_event)
+        measure_leaving(strategy, recorder)
     trainer = make_trainer(spec, pl, strategy, recorder, ledger)
     model = make_model(pl, **spec.model)
     model.before_batch = BeforeBatch(spec, trainer, strategy, recorder, ledger)
@@ -175,6 +178,40 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
         trainer.save_checkpoint(spec.free["save_to"])
     recorder.write("finished", **summary(trainer, strategy, model))
     return trainer, model
+
+
+def measure_leaving(strategy: Any, recorder: Recorder) -> None:
+    """Record how long the strategy's teardown takes: ``left``."""
+    teardown = strategy.teardown
+
+    def measured() -> None:
+        began = time.monotonic()
+        try:
+            teardown()
+        finally:
+            recorder.write("left", duration_s=time.monotonic() - began)
+
+    strategy.teardown = measured
+
+
+def settings_in_hivemind(strategy: Any) -> dict[str, Any]:
+    """What hivemind's own objects of a running fit hold of the arguments."""
+    parts = strategy._session.engine._parts
+    tracker, dht = parts.tracker, strategy.dht
+    found: dict[str, Any] = {
+        "tracker": {name: getattr(tracker, name) for name in ("max_refresh_period", "metadata_expiration")},
+        "speed": [one.alpha for one in (tracker.performance_ema, parts.state.delay_before_averaging)],
+        "dht": {name: dht.kwargs[name] for name in ("wait_timeout", "bootstrap_timeout")},
+    }
+    for name, averager in (("grads", parts.grads), ("state", parts.state)):
+        found[name] = {
+            "matchmaking_time": averager.matchmaking_kwargs["min_matchmaking_time"],
+            "target_group_size": averager.matchmaking_kwargs["target_group_size"],
+            "allreduce_timeout": averager._allreduce_timeout,
+            "sender_timeout": averager.allreduce_kwargs["sender_timeout"],
+            "shutdown_timeout": averager.shutdown_timeout,
+        }
+    return found
 
 
 def summary(trainer: Any, strategy: Any, model: Any) -> dict[str, Any]:
@@ -213,6 +250,12 @@ class BeforeBatch:
             self._recorder.write("metric", value=self._strategy.swarm_mean("metric", value, samples))
         if "record_scale" in spec.free:
             self._recorder.write("scale", value=self._strategy.precision_plugin.scaler.get_scale())
+        if number == 0 and "record_settings" in spec.free:
+            self._recorder.write("settings", **settings_in_hivemind(self._strategy))
+        if number == 1 and "move_parameters" in spec.free:
+            with torch.no_grad():
+                for parameter in self._trainer.lightning_module.parameters():
+                    parameter.add_(spec.free["move_parameters"])
         if number == 1 and "extra_value" in spec.free:
             self._strategy.arguments.extra_tensors[0].fill_(spec.free["extra_value"])
         self._ledger.take(batch["index"].tolist())
@@ -275,6 +318,7 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
 
         def on_validation_end(self, trainer: Any, model: Any) -> None:
             if not trainer.sanity_checking:
+                save_parameters(spec, model, f"validated_{model.batches_seen}")
                 recorder.write(
                     "validated", epoch=self.now_at(trainer), global_step=trainer.global_step, batch=model.batches_seen,
                     digest=digest_of(model),

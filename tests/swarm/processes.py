@@ -85,7 +85,9 @@ def state_of(pid: int) -> str:
 def parent_of(pid: int) -> int:
     """Pid of the parent, or 0 when there is no such process."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+        return int(
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+        )
     except OSError:
         return 0
 

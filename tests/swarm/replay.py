@@ -15,10 +15,13 @@ from swarm.models import Numbered, make_net, make_optimizer, make_scheduler
 Clip = Callable[[list[torch.Tensor]], object]
 
 
-def replay(peers: Sequence[Peer], steps: int, *, clip: Clip | None = None) -> dict[int, np.ndarray]:
+def replay(
+    peers: Sequence[Peer], steps: int, *, clip: Clip | None = None, stale: bool = False
+) -> dict[int, np.ndarray]:
     """Parameters after each step of a run with the peers' recorded samples as one batch, by step.
 
-    ``clip`` gets the parameters when their gradients are in place. Fails if a peer has no record of a step.
+    ``clip`` gets the parameters when their gradients are in place. ``stale``: gradients are those of the parameters
+    before the last step, as in a delayed run of one batch a step. Fails if a peer has no record of a step.
     """
     options: dict[str, Any] = peers[0].spec.model
     net = make_net(**{key: options[key] for key in ("width", "norm", "seed") if key in options})
@@ -30,7 +33,13 @@ def replay(peers: Sequence[Peer], steps: int, *, clip: Clip | None = None) -> di
         indices = [index for peer in peers for index in peer.commits[step].indices]
         batch = data.rows(indices)
         optimizer.zero_grad()
+        here = [p.detach().clone() for p in net.parameters()]
+        if stale and step >= 2:
+            torch.nn.utils.vector_to_parameters(torch.from_numpy(found[step - 2]).float(), net.parameters())
         (mse_loss(net(batch["x"]), batch["y"]) * options.get("scale_loss", 1.0)).backward()
+        with torch.no_grad():
+            for parameter, value in zip(net.parameters(), here, strict=True):
+                parameter.copy_(value)
         if clip is not None:
             clip(list(net.parameters()))
         optimizer.step()
@@ -38,6 +47,20 @@ def replay(peers: Sequence[Peer], steps: int, *, clip: Clip | None = None) -> di
             scheduler.step()
         found[step] = flat(net)
     return found
+
+
+def next_step(peers: Sequence[Peer], epoch: int) -> np.ndarray:
+    """Where one plain SGD step on these peers' samples of ``epoch`` leads, from what the first recorded before it."""
+    spec = peers[0].spec
+    assert spec.model.get("optimizer", "sgd") == "sgd", "a step with a memory needs the whole replay"
+    net = make_net(**{key: spec.model[key] for key in ("width", "norm", "seed") if key in spec.model})
+    before = torch.from_numpy(peers[0].parameters(epoch - 1)).float()
+    torch.nn.utils.vector_to_parameters(before, net.parameters())
+    batch = Numbered(spec.data_samples).rows([index for peer in peers for index in peer.commits[epoch].indices])
+    optimizer = make_optimizer(net.parameters(), lr=spec.model.get("lr", 0.05))
+    mse_loss(net(batch["x"]), batch["y"]).backward()
+    optimizer.step()
+    return flat(net)
 
 
 def flat(net: torch.nn.Module) -> np.ndarray:

@@ -60,7 +60,7 @@ def start_shared_memory() -> None:
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
-        torch.empty(1).share_memory_()
+        torch.empty(1).share_memory_()  # type: ignore[no-untyped-call]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

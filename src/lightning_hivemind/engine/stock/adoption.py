@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
-from lightning_hivemind.engine.stock.state import Installed, install_state
+from lightning_hivemind.engine.stock.state import install_state
 
 RETRIES = 5
 PAUSE_S = 0.5
@@ -29,24 +30,27 @@ def adopt_state(arguments: Arguments, parts: Parts, training: PeerTraining, shou
         StateError: what was sent does not fit. Nothing was changed.
     """
     state = parts.state
-    installed: Installed | None = None
+    newest: tuple[Mapping[str, Any], Sequence[torch.Tensor]] | None = None
     for attempt in range(RETRIES):
-        found = state.download(float(arguments.load_state_timeout))
-        if found is None or _older(found[0], int(state.local_epoch)):
+        found = state.download(float(arguments.load_state_timeout), should_abort)
+        if found is None or _epoch_of(found[0]) < int(state.local_epoch):
             break
-        installed = install_state(state.optimizer, training.extra_tensors, *found)
-        if installed.epoch >= parts.tracker.global_epoch or attempt == RETRIES - 1 or should_abort():
+        newest = found
+        if _epoch_of(found[0]) >= parts.tracker.global_epoch or attempt == RETRIES - 1 or should_abort():
             break
         time.sleep(PAUSE_S)
-    if installed is None:
+    if newest is None:
         return False
-    state.local_epoch = installed.epoch
-    training.advance_schedulers(state.local_epoch)
-    installed.settle_rates(state.optimizer)
-    load_local_parameters(state)
     if parts.grads is not None:
         parts.grads.load_codec_state(arguments.averaging_timeout)
-        parts.grads.reset_accumulated_grads_()
+    with state.lock_commit:
+        installed = install_state(state.optimizer, training.extra_tensors, *newest)
+        state.local_epoch = installed.epoch
+        training.advance_schedulers(installed.epoch)
+        installed.settle_rates(state.optimizer)
+        load_local_parameters(state)
+        if parts.grads is not None:
+            parts.grads.reset_accumulated_grads_()
     return True
 
 
@@ -62,6 +66,6 @@ def load_local_parameters(state: Any) -> None:
                     target.copy_(source)
 
 
-def _older(metadata: Any, epoch: int) -> bool:
-    theirs = metadata.get("epoch")
-    return isinstance(theirs, int) and theirs < epoch
+def _epoch_of(metadata: Mapping[str, Any]) -> float:
+    epoch = metadata.get("epoch")
+    return epoch if isinstance(epoch, int) else math.inf  # no state of ours: ``install_state`` says so

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from lightning_hivemind.network.tasks import keep_tasks_alive
 
 log = logging.getLogger("lightning_hivemind")
 
+POLL_S = 0.2
 DONOR_WAIT_S = 10.0
 DONOR_SILENCE_S = 15.0  # how long a donor may be silent; it may be in a round when it is asked
 
@@ -40,6 +42,7 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
     """Mixin over any hivemind averager: see the module."""
 
     _received: Any
+    _control: Any
     # hivemind relies on fork (locks, pipes and futures are inherited), whatever the script's default start method is
     _start_method = "fork"
     _Popen = staticmethod(ForkProcess._Popen)
@@ -88,9 +91,22 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
         self.next_chunk_timeout = DONOR_SILENCE_S  # rounds have their own copy
         return await super()._load_state_from_peers(*args, **kwargs)
 
+    async def _step(self, *, step: Any, **kwargs: Any) -> None:
+        self._control = step
+        await super()._step(step=step, **kwargs)
+
     async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
         self._received.value = 1.0
-        return await super()._aggregate_with_group(*args, **kwargs)
+        feedback = [tensor.clone() for tensor in getattr(self, "_ms", ())]  # PowerSGD's error feedback
+        try:
+            return await super()._aggregate_with_group(*args, **kwargs)
+        except BaseException:
+            # A second attempt would average what the first left behind. (Another group may be looked for: that failed
+            # before anything was exchanged.)
+            self._control._allow_retries = False
+            for tensor, kept in zip(getattr(self, "_ms", ()), feedback, strict=True):
+                tensor.copy_(kept)
+            raise
 
     async def _run_allreduce_inplace_(
         self, tensors: Sequence[torch.Tensor], group_info: Any, group_id: bytes | None = None, **kwargs: Any
@@ -194,24 +210,32 @@ class TrainingState(TrainingStateAverager):  # type: ignore[misc]
         self.guard.run(lambda: self._advance_schedulers(self.local_epoch))
 
     def get_current_state(self) -> Any:
-        whole = self.lock_commit.acquire(timeout=DONOR_WAIT_S)
+        if not self.lock_commit.acquire(timeout=DONOR_WAIT_S):
+            raise StateError("asked for the state in the middle of a long round: the joiner must ask another peer")
         try:
-            return super().get_current_state()
+            metadata, tensors, infos = super().get_current_state()
+            # copies: what is sent while this peer steps on must not change on the way
+            return metadata, tuple(tensor.detach().cpu().clone() for tensor in tensors), infos
         finally:
-            if whole:
-                self.lock_commit.release()
+            self.lock_commit.release()
 
-    def download(self, timeout_s: float) -> tuple[dict[str, Any], Sequence[torch.Tensor]] | None:
+    def download(
+        self, timeout_s: float, should_abort: Callable[[], bool]
+    ) -> tuple[dict[str, Any], Sequence[torch.Tensor]] | None:
         """Fetch another peer's (metadata, tensors) without installing anything; None if nobody shares a state."""
-        result: tuple[dict[str, Any], Sequence[torch.Tensor]] | None
-        try:
-            result = DecentralizedAverager.load_state_from_peers(self, timeout=timeout_s)
-        except (FutureTimeoutError, TimeoutError):
-            raise StateError(
-                f"no peer's state arrived within load_state_timeout={timeout_s:.0f} s. Nothing was changed; raise it on"
-                " a slow link."
-            ) from None
-        return result
+        deadline = time.monotonic() + timeout_s
+        future = DecentralizedAverager.load_state_from_peers(self, wait=False, timeout=timeout_s)
+        while time.monotonic() < deadline:
+            try:
+                result: tuple[dict[str, Any], Sequence[torch.Tensor]] | None = future.result(POLL_S)
+                return result
+            except (FutureTimeoutError, TimeoutError):
+                if should_abort():
+                    return None
+        raise StateError(
+            f"no peer's state arrived within load_state_timeout={timeout_s:.0f} s. Nothing was changed; raise it on"
+            " a slow link."
+        )
 
 
 @cache

@@ -33,9 +33,11 @@ class Parts:
     grads: Any | None
 
     @property
-    def alive(self) -> bool:
-        """Whether both averager processes run."""
-        return all(averager.is_alive() for averager in (self.grads, self.state) if averager is not None)
+    def dead(self) -> str | None:
+        """What does not run any more, of two averager processes and a thread."""
+        if not all(averager.is_alive() for averager in (self.grads, self.state) if averager is not None):
+            return "averager process"
+        return None if self.tracker.is_alive() else "progress tracker"
 
     def stop(self, deadline: float) -> None:
         """Say goodbye, then stop both averager processes, the hard way if need be, by ``deadline`` (monotonic)."""

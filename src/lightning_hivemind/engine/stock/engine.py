@@ -1,7 +1,7 @@
 """One peer of a hivemind swarm: accumulate, average, step; built on hivemind's averagers, trusting none of them.
 
 What hivemind's own ``Optimizer`` does in one class is split here: :mod:`.tracker` says when an epoch is due,
-:mod:`.session` runs its rounds, :mod:`.state` takes over a state, and this class decides what to do next. It speaks
+:mod:`.epoch` runs its rounds, :mod:`.state` takes over a state, and this class decides what to do next. It speaks
 hivemind's wire protocol under hivemind's names, so stock peers average with it.
 """
 
@@ -18,7 +18,7 @@ from lightning_hivemind.engine.base import PeerTraining, StepOutcome
 from lightning_hivemind.engine.records import SwarmRecords
 from lightning_hivemind.engine.stock.adoption import load_local_parameters
 from lightning_hivemind.engine.stock.build import Parts, build_parts
-from lightning_hivemind.engine.stock.session import Missed, Session
+from lightning_hivemind.engine.stock.epoch import EpochRounds, Missed, NotNow
 from lightning_hivemind.engine.worker import Worker
 from lightning_hivemind.errors import DaemonError, EngineStuckError, StateError
 from lightning_hivemind.events import (
@@ -52,7 +52,7 @@ class StockEngine:
         self._a, self._network, self._training, self._events = arguments, network, training, events
         self._worker = Worker("lightning-hivemind-rounds", events, self._should_abort)
         self._parts: Parts | None = None
-        self._session: Session | None = None
+        self._session: EpochRounds | None = None
         self._records: SwarmRecords | None = None
         self._restored_epoch = 0
         self._num_peers = 1
@@ -70,7 +70,7 @@ class StockEngine:
         self._parts = parts = build_parts(self._a, self._network.dht, self._training, share_state=not joins)
         self.optimizer = parts.state.optimizer
         self._training.make_scheduler(self.optimizer)
-        self._session = Session(self._a, parts, self._records, self._training, self._events)
+        self._session = EpochRounds(self._a, parts, self._records, self._training, self._events)
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
         parts = self._require_parts()
@@ -130,6 +130,8 @@ class StockEngine:
             return
         if self._session is not None:
             self._session.close(max(1.0, timeout_s - RECORDS_S))
+        elif self._parts is not None:  # it failed while it started
+            self._parts.stop(start + max(1.0, timeout_s - RECORDS_S))
         self._records.close(RECORDS_S)
         self._worker.close()
         self._restored_epoch = self.epoch
@@ -144,7 +146,7 @@ class StockEngine:
         self._count_peers()
         session.apply_finished()
         if self._behind() > session.tolerated_lag:
-            return self._catch_up()
+            return self._catch_up(batch_samples)
         if self._a.auxiliary:
             self._idle_until_due()
         elif parts.grads is not None:
@@ -167,7 +169,9 @@ class StockEngine:
         try:
             result = self._in_worker(session.commit, f"the round of epoch {epoch}", self._limit_s)
         except Missed:
-            return self._catch_up()
+            return self._catch_up(0)
+        except NotNow:
+            return StepOutcome(epoch=self.epoch, committed=False, adopted=False)
         self._share(self.epoch)
         self._events.emit(
             EpochCommitted(
@@ -205,12 +209,13 @@ class StockEngine:
     def _behind(self) -> int:
         return int(self._require_parts().tracker.global_epoch) - self.epoch
 
-    def _catch_up(self) -> StepOutcome:
-        """The swarm committed without this peer: drop what was accumulated for the old epoch, take its state."""
+    def _catch_up(self, batch_samples: int) -> StepOutcome:
+        """The swarm committed without this peer: drop what it has for the old epoch, and this batch; take its state."""
         if self._a.auxiliary:
             self._in_worker(self._require_session().follow, "following the swarm", self._limit_s)
             return StepOutcome(epoch=self.epoch, committed=False, adopted=True)
-        self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=self.local_samples))
+        lost = self._require_session().discard() + batch_samples
+        self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=lost))
         adopted = self._adopt(required=True)
         return StepOutcome(epoch=self.epoch, committed=False, adopted=adopted)
 
@@ -325,7 +330,7 @@ class StockEngine:
     def _dead_process(self) -> str | None:
         if not self._network.is_alive():
             return "DHT process or libp2p daemon"
-        return None if self._parts is None or self._parts.alive else "averager process"
+        return None if self._parts is None else self._parts.dead
 
     @property
     def _limit_s(self) -> float:
@@ -341,7 +346,7 @@ class StockEngine:
             raise RuntimeError("the engine is not running: start() was not called, or shutdown() was")
         return self._parts
 
-    def _require_session(self) -> Session:
+    def _require_session(self) -> EpochRounds:
         if self._session is None:
             raise RuntimeError("the engine is not running: start() was not called, or shutdown() was")
         return self._session

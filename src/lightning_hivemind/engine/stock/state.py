@@ -14,8 +14,10 @@ from hivemind.utils import nested_flatten
 from lightning_hivemind.errors import StateError
 
 
-def prime_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+def prime_optimizer_state(optimizer: torch.optim.Optimizer, *, frozen: bool = True) -> None:
     """Create the optimizer's state tensors without changing a parameter, as before the first step.
+
+    With ``frozen=False`` only for parameters that require a gradient: those that a step really gives a state.
 
     hivemind makes one step with zero gradients for that, which applies weight decay and counts as a step. Here weight
     decay is switched off for it (it would enter the moments), parameters are put back and step counters are zeroed.
@@ -28,7 +30,7 @@ def prime_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [(p.detach().clone(), p.grad) for p in parameters]
     for p in parameters:
-        p.grad = torch.zeros_like(p)
+        p.grad = torch.zeros_like(p) if frozen or p.requires_grad else None
     optimizer.step()
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         if decay is not None:
@@ -37,11 +39,16 @@ def prime_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         for p, (value, grad) in zip(parameters, kept, strict=True):
             p.copy_(value)
             p.grad = grad
-            counter = optimizer.state[p].get("step")
+            entry = optimizer.state.get(p, {})
+            counter = entry.get("step")
             if isinstance(counter, torch.Tensor):
                 counter.zero_()
             elif counter is not None:
-                optimizer.state[p]["step"] = 0
+                entry["step"] = 0
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> int:
+    return sum(1 for _ in nested_flatten(optimizer.state_dict()))
 
 
 def has_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -103,9 +110,12 @@ def _install_optimizer(optimizer: torch.optim.Optimizer, flat: Any, tensors: Seq
     if not tensors:
         return ()  # the donor made no step yet: neither has its optimizer a state
     fresh = not has_state(optimizer)
-    if fresh:
-        prime_optimizer_state(optimizer)
-    needed = sum(1 for _ in nested_flatten(optimizer.state_dict()))
+    for frozen in (False, True) if fresh else ():  # stock donors have a state for frozen parameters, too
+        optimizer.state.clear()
+        prime_optimizer_state(optimizer, frozen=frozen)
+        if _entries(optimizer) == len(flat):
+            break
+    needed = _entries(optimizer)
     if len(flat) != needed:
         if fresh:
             optimizer.state.clear()

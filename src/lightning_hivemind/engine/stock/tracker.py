@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from hivemind.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils.asyncio import enter_asynchronously
 
 log = logging.getLogger("lightning_hivemind")
+
+POLL_S = 0.01  # between two looks at whether the DHT has answered: milliseconds, as a rule
 
 
 class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no types
@@ -23,6 +27,7 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._others = {}
+        self._looks = 0
         super().__init__(*args, **kwargs)
 
     @property
@@ -67,6 +72,7 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         Raises:
             TimeoutError: the DHT did not answer. What was known stays known.
         """
+        self._looks += 1
         found = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout_s)
         self.global_progress = self._parse_swarm_progress_data(found.value if found is not None else None)
 
@@ -82,6 +88,30 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
                 task.cancel()
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self.shutdown_complete.set()
+
+    async def _progress_fetcher(self) -> None:
+        """Read the others' reports when they are due. hivemind's holds the lock meanwhile, without a limit."""
+        loop = asyncio.get_running_loop()
+        while not self.shutdown_triggered.is_set():
+            due_s = max(0.0, self.global_progress.next_fetch_time - get_dht_time())
+            if await loop.run_in_executor(None, self.global_state_updated.wait, due_s):
+                self.global_state_updated.clear()
+                continue
+            looks = self._looks
+            future = self.dht.get(self.training_progress_key, latest=True, return_future=True)
+            asked = time.monotonic()
+            while not future.done() and not self.shutdown_triggered.is_set():
+                if time.monotonic() - asked > self.metadata_expiration:
+                    break
+                await asyncio.sleep(POLL_S)
+            if not future.done():
+                continue  # never answered: what was known stays known, until the next question
+            async with enter_asynchronously(self.lock_global_progress):
+                if looks != self._looks or self.shutdown_triggered.is_set():
+                    continue  # a later look, of a round, was answered meanwhile
+                found = future.result()
+                self.global_progress = self._parse_swarm_progress_data(found.value if found is not None else None)
+                self.fetched_global_progress_this_epoch.set()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop, and take this peer's report back, so that the others stop counting on it at once."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,18 +26,23 @@ from lightning_hivemind.engine.records import SwarmRecords
 from lightning_hivemind.engine.stock.adoption import adopt_state
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
 from lightning_hivemind.engine.stock.others import FRESH_S, Others
-from lightning_hivemind.engine.stock.rounds import RoundResult, await_round, cancel, note
+from lightning_hivemind.engine.stock.rounds import POLL_S, RoundResult, await_round, cancel, note
 from lightning_hivemind.events import DelayedRoundFinished, DhtSilent, EventBus, RoundIncomplete
 
 ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
 UNDER_WAY = RoundResult(fraction=0.0)
+LEAST_WEIGHT = 1e-6
 
 
 class Missed(Exception):
     """The other peers committed this epoch without us: our gradient is of no use any more."""
 
 
-class Session:
+class NotNow(Exception):
+    """Nothing was changed: this peer is stopping, or nobody has a gradient to step on."""
+
+
+class EpochRounds:
     """Owns the controls of the rounds that are under way; see the module for which thread calls what."""
 
     def __init__(
@@ -48,6 +54,7 @@ class Session:
         self._grad_control: StepControl | None = None
         self._state_control: StepControl | None = None
         self._background_state: tuple[StepControl, int, int] | None = None
+        self._background_notes: dict[bytes, dict[str, Any]] = {}
         self._delayed_result: RoundResult | None = None
         self._last_members: frozenset[bytes] = frozenset()
         self._cancelled = threading.Event()  # what is under way must come back; the next call may work again
@@ -99,13 +106,19 @@ class Session:
         self._parts.state.guard.check()
         if self._background_state is not None and self._background_state[0].done():
             finished, self._background_state = self._background_state, None
-            self._judge_state_round(*finished)
+            self._background_notes = self._judge_state_round(*finished).notes
 
     def finish_background(self) -> None:
         """Wait for everything that is delayed, and apply it."""
         self._cancelled.clear()
-        self._parts.state.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+        self._await_background()
         self.apply_finished()
+
+    def _await_background(self) -> None:
+        """Until it is over, or this peer stops. (hivemind's own wait gives up sooner, and goes on beside it.)"""
+        while self._parts.state.pending_updates and not self._should_abort():
+            wait(self._parts.state.pending_updates, timeout=POLL_S)
+            self._parts.state.step(apply_delayed_updates=True)
 
     # ------------------------------------------------------------------ a round
 
@@ -114,12 +127,15 @@ class Session:
 
         Raises:
             Missed: they ended it without this peer. Nothing was changed here.
+            NotNow: nothing was changed, anywhere.
         """
         parts = self._parts
         self._cancelled.clear()
         with parts.tracker.pause_updates():
             if self._a.delay_optimizer_step or self._a.delay_state_averaging:
                 self.finish_background()
+                if parts.state.pending_updates:
+                    raise NotNow
             others = self._expected_others()
             if others:
                 self._others.resize_groups(1 + len(others))
@@ -141,13 +157,17 @@ class Session:
         """Average gradients, or start to: returns what is known, and what the optimizer step must wait for."""
         grads, epoch = self._grads, self._epoch
         if not others:
+            if not grads.local_samples_accumulated and not self._a.auxiliary:
+                raise NotNow  # the target was filled by a peer that is gone
             grads.load_accumulators_into_averager_()
             self._use_gradients()
             return self._alone(), None
         self._grad_control = control = grads.schedule_step(
             timeout=self._a.averaging_timeout, gather=note(stop=self.stop_wanted, auxiliary=self._a.auxiliary)
         )
-        grads.step(control=control, reset_accumulators=False, wait=False)
+        # never all zeros: hivemind divides by their sum
+        weight = None if self._a.auxiliary else max(grads.local_samples_accumulated, LEAST_WEIGHT)
+        grads.step(weight=weight, control=control, reset_accumulators=False, wait=False)
         if not self._a.delay_grad_averaging:
             return self._finish_gradients(control, epoch, len(others), backup=None), None
         with grads.get_tensors() as tensors:
@@ -176,6 +196,8 @@ class Session:
         )
         if self._a.auxiliary:
             return result if result.succeeded else ALONE
+        if not result.succeeded and backup is None and self._should_abort():
+            raise NotNow  # a step of its own would make the others take the state of a peer that leaves
         if not result.succeeded:
             self._fall_back(result, epoch, others, backup)
         elif result.fraction < 1.0:
@@ -194,6 +216,8 @@ class Session:
             if self._others.lead(epoch) > 0:
                 self._incomplete("gradients", epoch, result, others, "the others went on: taking their state")
                 raise Missed
+            if not self._grads.local_samples_accumulated:
+                raise NotNow
             self._grads.load_accumulators_into_averager_()
         else:
             with self._grads.get_tensors() as tensors:
@@ -225,6 +249,9 @@ class Session:
             state.guard.check()
         if not steps and not self._a.auxiliary:
             self._training.advance_schedulers(next_epoch)  # hivemind does it only where it steps
+        if delayed and self._parts.grads is None:  # the wish to stop travels with the round before
+            notes, self._background_notes = self._background_notes, {}
+            result = replace(result, notes={**notes, **result.notes})
         if control is None:
             return result
         if delayed:
@@ -314,10 +341,9 @@ class Session:
             StateError: what was sent does not fit; nothing changed.
         """
         parts = self._parts
-        self._cancelled.clear()
         cancel(self._grad_control)
-        parts.state.step(wait_for_delayed_updates=True)
-        with parts.tracker.pause_updates(), parts.state.lock_commit:
+        self.finish_background()
+        with parts.tracker.pause_updates():
             if not adopt_state(self._a, parts, self._training, self._should_abort):
                 return False
             parts.tracker.update_epoch(parts.state.local_epoch)

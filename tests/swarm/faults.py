@@ -1,0 +1,27 @@
+"""Faults that a peer of a swarm test brings upon itself, at a moment that cannot be hit from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from hivemind.compression import NoCompression
+
+
+class DiesInARound(NoCompression):  # type: ignore[misc]  # hivemind has no types
+    """Sends values as they are, until the test touches ``die`` in the peer's folder: then it kills the trainer.
+
+    Values are encoded in the averager's process once a group has formed, so the peer dies in the middle of a round,
+    before it has sent anything.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._die, self._trainer = Path(folder, "die"), os.getpid()
+
+    def compress(self, *args: Any, **kwargs: Any) -> Any:
+        if self._die.exists():
+            os.kill(self._trainer, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compress(*args, **kwargs)
