@@ -75,7 +75,7 @@ class Demo:
             time.sleep(LOOK_EVERY_S)
         for view in self.views:
             view.refresh()
-            view.state = "finished"
+        self._check()  # the last one may have failed since the last look
         display.update(self.views)
 
     def stop(self) -> None:

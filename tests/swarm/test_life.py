@@ -162,8 +162,7 @@ def test_a_peer_that_is_killed_in_a_round_costs_one_incomplete_round(swarm: Swar
     first.wait_epoch(3, timeout_s=90)
     assert second.exit_code == -signal.SIGKILL
     (lost,) = first.said("RoundIncomplete", epoch=2, kind="gradients")
-    assert lost["fraction"] < 1.0
-    assert "no group" not in lost["reason"], "it died before the round"
+    assert lost["fraction"] < 1.0, lost
     assert distance(first.parameters(3), next_step([first], 3)) < 1e-6
     assert_ledger([first])
 

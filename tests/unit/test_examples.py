@@ -159,7 +159,7 @@ def test_sixty_steps_alone_lower_the_loss_and_are_recorded(
     model = byte_gpt.train(options, [demo_peer.Recorder(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["start"] + ["train"] * 60 + ["held_out", "end"]
-    assert lines[1]["loss"] == pytest.approx(math.log(256), abs=0.2)
+    assert lines[1]["loss"] == pytest.approx(math.log(256), abs=0.5)  # knows nothing yet
     assert lines[-2]["loss"] < 3.5
     assert lines[-1]["samples"] == 60 * 8
     assert demo_peer.held_out_loss(model) == pytest.approx(lines[-2]["loss"], abs=1e-3)
