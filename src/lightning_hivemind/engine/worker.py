@@ -7,14 +7,15 @@ through at once.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
+
+import torch
 
 from lightning_hivemind.errors import EngineStuckError
 from lightning_hivemind.events import EventBus, Waiting
@@ -27,7 +28,10 @@ GRACE_S = 5.0
 
 
 class Worker:
-    """Runs one call after another in a daemon thread; a stuck call never blocks the exit of the process."""
+    """Runs one call after another in a daemon thread; a stuck call never blocks the exit of the process.
+
+    The thread's current CUDA device is that of the thread that makes the first call.
+    """
 
     def __init__(self, name: str, events: EventBus, should_abort: Callable[[], bool]) -> None:
         self._name, self._events, self._should_abort = name, events, should_abort
@@ -51,7 +55,8 @@ class Worker:
                 f"{what}: the engine is still stuck in {self._stuck}; see the error before this one."
             )
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            device = _current_cuda_device()
+            self._thread = threading.Thread(target=self._run, args=(device,), name=self._name, daemon=True)
             self._thread.start()
         future: Future[T] = Future()
         self._calls.put((future, function))
@@ -59,9 +64,7 @@ class Worker:
         cancelled_at: float | None = None
         reported = start
         try:
-            while True:
-                with contextlib.suppress(FutureTimeoutError):
-                    return _result_of(future, POLL_S)
+            while not wait([future], POLL_S).done:
                 now = time.monotonic()
                 if cancelled_at is None and (now - start > limit_s or self._should_abort()):
                     cancelled_at = now
@@ -76,6 +79,7 @@ class Worker:
                 if now - reported >= REPORT_S:
                     reported = now
                     self._events.emit(Waiting(what=what, elapsed_s=now - start, limit_s=limit_s))
+            return _result_of(future)
         except KeyboardInterrupt:
             cancel()
             raise
@@ -91,7 +95,9 @@ class Worker:
             self._calls.put(None)
             self._thread = None
 
-    def _run(self) -> None:
+    def _run(self, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # each thread has its own, and begins with device 0
         while (item := self._calls.get()) is not None:
             future, function = item
             try:
@@ -100,11 +106,13 @@ class Worker:
                 future.set_exception(error)
 
 
-def _result_of(future: Future[T], timeout_s: float) -> T:
-    """The future's result; raises ``FutureTimeoutError`` only if it is not done, whatever the call itself raised."""
+def _result_of(future: Future[T]) -> T:
+    """What a finished call returned or raised; a timeout of its own must not be taken for one of the wait."""
     try:
-        return future.result(timeout_s)
-    except FutureTimeoutError as error:
-        if future.done():
-            raise EngineStuckError(f"the engine timed out inside: {error!r}") from error
-        raise
+        return future.result()
+    except (FutureTimeoutError, TimeoutError) as error:  # one class since Python 3.11
+        raise EngineStuckError(f"the engine timed out inside: {error!r}") from error
+
+
+def _current_cuda_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_hivemind.engine import worker as module
 from lightning_hivemind.engine.worker import Worker
@@ -78,8 +82,37 @@ def test_a_long_wait_is_reported(bus: EventBus, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_timeout_inside_the_call_is_not_taken_for_one_of_the_wait(bus: EventBus) -> None:
-    def times_out() -> None:
-        raise TimeoutError("inside")
+    def times_out(kind: type[Exception]) -> None:
+        raise kind("inside")
 
-    with pytest.raises(EngineStuckError, match="inside"):
-        make(bus).call(times_out, what="x", limit_s=5, cancel=lambda: None)
+    for kind in (TimeoutError, FutureTimeoutError):
+        with pytest.raises(EngineStuckError, match="inside"):
+            make(bus).call(lambda kind=kind: times_out(kind), what="x", limit_s=5, cancel=lambda: None)
+
+
+def test_a_call_that_ends_just_as_the_wait_for_it_runs_out_has_its_own_outcome(
+    bus: EventBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(Future[Any]):
+        def result(self, timeout: float | None = None) -> Any:
+            value = super().result()
+            if timeout is not None:
+                raise FutureTimeoutError  # the time was over just before
+            return value
+
+    monkeypatch.setattr(module, "Future", Late)
+    assert make(bus).call(lambda: "success", what="x", limit_s=5, cancel=lambda: None) == "success"
+
+
+def test_the_workers_cuda_device_is_that_of_its_caller(bus: EventBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with several; without any, CUDA's three functions stand in."""
+    chosen: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    worker = make(bus)
+    for _ in range(2):
+        worker.call(lambda: None, what="x", limit_s=5, cancel=lambda: None)
+    assert chosen == [("test-worker", 3)]
