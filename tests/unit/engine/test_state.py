@@ -106,3 +106,19 @@ def test_a_state_that_does_not_fit_changes_nothing(damage: Any, said: str) -> No
         install_state(mine, [], *damage(*state_of(donor, theirs, 1)))
     assert all(torch.equal(a, b) for a, b in zip(before, joiner.parameters(), strict=True))
     assert not has_state(mine)
+
+
+@pytest.mark.parametrize("stock_donor", [False, True], ids=["ours", "stock"])
+def test_frozen_parameters_are_no_obstacle(stock_donor: bool) -> None:
+    """They have no state where they were never stepped on; hivemind's own optimizer gives them one."""
+    models = donor, joiner = net(0), net(1)
+    for model in models:
+        next(model.parameters()).requires_grad_(False)
+    theirs, mine = (torch.optim.Adam(model.parameters(), lr=0.1) for model in models)
+    if stock_donor:
+        prime_optimizer_state(theirs)
+    step(donor, theirs)
+    install_state(mine, [], *state_of(donor, theirs, 1))
+    for model, optimizer in ((donor, theirs), (joiner, mine)):
+        step(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(donor.parameters(), joiner.parameters(), strict=True))

@@ -157,8 +157,8 @@ class EpochRounds:
         """Average gradients, or start to: returns what is known, and what the optimizer step must wait for."""
         grads, epoch = self._grads, self._epoch
         if not others:
-            if not grads.local_samples_accumulated and not self._a.auxiliary:
-                raise NotNow  # the target was filled by a peer that is gone
+            if not grads.local_samples_accumulated:
+                raise NotNow  # the target was filled by peers that are gone; an auxiliary peer has nothing to do alone
             grads.load_accumulators_into_averager_()
             self._use_gradients()
             return self._alone(), None
@@ -195,7 +195,9 @@ class EpochRounds:
             should_abort=self._should_abort,
         )
         if self._a.auxiliary:
-            return result if result.succeeded else ALONE
+            if not result.succeeded:
+                raise NotNow  # it will follow the swarm's epoch
+            return result
         if not result.succeeded and backup is None and self._should_abort():
             raise NotNow  # a step of its own would make the others take the state of a peer that leaves
         if not result.succeeded:

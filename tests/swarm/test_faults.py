@@ -1,0 +1,73 @@
+"""Faults inside one peer: what it must not do to the others, and what it must say."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from swarm.harness import Swarm
+from swarm.spec import PeerSpec
+
+pytestmark = pytest.mark.swarm
+
+ENDLESS = {"max_steps": -1, "max_epochs": -1}
+
+
+def test_a_peer_that_is_told_to_stop_in_a_round_makes_no_step_of_its_own(swarm: Swarm) -> None:
+    """The others would see an epoch that is not theirs, and take the state of a peer that leaves."""
+    waits = {"matchmaking_time": 40.0, "next_chunk_timeout": 2.0, "averaging_timeout": 120.0}
+    first, second = swarm.start(2, trainer=ENDLESS, strategy=waits, delay_s=0.05)
+    first.wait_epoch(1, timeout_s=90)
+    second.freeze()
+    rounds = len(first.said("RoundStarted"))
+    first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=90, what="a round")
+    epoch = first.said("RoundStarted")[-1]["epoch"]
+    first.signal(signal.SIGTERM)
+    first.wait_exit(code=None, timeout_s=60)
+    assert first.said("PeerStopped")[0]["epoch"] == epoch
+    assert max(event["epoch"] for event in first.said("EpochCommitted")) == epoch
+
+
+def test_a_silent_dht_is_told_and_training_goes_on_when_it_answers_again(swarm: Swarm) -> None:
+    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(1)
+    second.wait_epoch(1)
+    dht = second.process("DHT")
+    os.kill(dht, signal.SIGSTOP)
+    second.wait_for("DhtSilent", timeout_s=60)
+    assert not second.said("raised")
+    os.kill(dht, signal.SIGCONT)
+    together = len(second.said("EpochCommitted", contributors=2))
+    second.wait_until(
+        lambda: len(second.said("EpochCommitted", contributors=2)) >= together + 2, timeout_s=90, what="rounds of two"
+    )
+
+
+def test_the_wish_to_stop_travels_with_delayed_averaging_of_local_updates(swarm: Swarm) -> None:
+    """The only round of such a peer ends after the commit that began it."""
+    stopping = "[pl.callbacks.EarlyStopping('val_loss', patience=1)]"
+    first, second = swarm.start(
+        2,
+        strategy={"use_local_updates": True, "delay_state_averaging": True},
+        peers=[{"trainer_code": {"callbacks": stopping}, "model": {"monitor_values": [1.0, 1.0, 2.0, 3.0]}}, {}],
+        trainer={"max_steps": -1, "val_check_interval": 3},
+        delay_s=0.05,
+    )
+    swarm.finish()
+    assert first.said("StopRequested", by_this_peer=True)
+    assert second.said("StopRequested", by_this_peer=False)
+
+
+def test_an_engine_that_fails_to_start_leaves_nothing(swarm: Swarm) -> None:
+    """The averagers run already when the scheduler is made."""
+    peer = swarm.launch(
+        PeerSpec(
+            strategy={"target_batch_size": 8, "offload_optimizer": True},
+            strategy_code={"scheduler_fn": "lambda optimizer: 1 / 0"},
+        )
+    )
+    assert peer.wait_for("raised", timeout_s=60)["kind"] == "ZeroDivisionError"
+    peer.wait_exit(code=1)
+    peer.assert_clean()
