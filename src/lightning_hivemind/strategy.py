@@ -254,6 +254,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
         Publishes ``value`` (over ``samples`` samples) under ``name`` and returns the weighted mean of every live peer's
         latest. A peer that has published nothing yet is not in it.
+
+        Raises:
+            ArgumentError: more than 20 names, or one of more than 40 bytes. Those published before stay.
         """
         return self._running().engine.swarm_mean(name, float(value), samples)
 

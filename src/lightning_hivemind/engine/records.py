@@ -14,9 +14,10 @@ from lightning_hivemind.network.records import PeerRecords
 
 LOOK_S = 5.0
 PRINTS = 4  # hexadecimal digits per tensor: enough to say which one differs
-MAX_PRINTED = 200  # tensors; a record in the DHT is small, and the digest decides anyway
+# These three fill a record (``network.records.MAX_RECORD_BYTES``), as a test shows.
+MAX_PRINTED = 160  # tensors; the digest decides anyway
 MAX_METRICS = 20
-MAX_NAME = 40
+MAX_NAME_BYTES = 40
 
 
 class SwarmRecords:
@@ -28,18 +29,18 @@ class SwarmRecords:
         self._metrics: dict[str, list[float]] = {}
 
     def check_schema(self) -> None:
-        """Compare with the live peers, then publish.
+        """Publish, then compare with the live peers: of two that start at the same time, one sees the other.
 
         Raises:
             SchemaMismatchError: another peer trains another model, or accumulates to another target.
         """
-        self._records.refresh(LOOK_S)
         mine = self._own_schema()
+        self._records.publish(schema=mine, role="auxiliary" if self._a.auxiliary else "trainer")
+        self._records.refresh(LOOK_S)
         for peer, record in self._others().items():
             theirs = record.get("schema")
             if isinstance(theirs, dict):
                 self._compare(peer, mine, theirs)
-        self._records.publish(schema=mine, role="auxiliary" if self._a.auxiliary else "trainer")
 
     @property
     def auxiliaries(self) -> list[str]:
@@ -52,14 +53,19 @@ class SwarmRecords:
         return set(self._others())
 
     def mean(self, name: str, value: float, samples: int) -> float:
-        """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples."""
-        if len(name) > MAX_NAME or (name not in self._metrics and len(self._metrics) >= MAX_METRICS):
+        """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples.
+
+        Raises:
+            ArgumentError: too many names, or too long a one. What was published before stays.
+        """
+        metrics = {**self._metrics, name: [float(value), float(samples)]}
+        if len(name.encode()) > MAX_NAME_BYTES or len(metrics) > MAX_METRICS:
             raise ArgumentError(
-                f"swarm_mean(name={name!r}): at most {MAX_METRICS} names of at most {MAX_NAME} characters, because"
+                f"swarm_mean(name={name!r}): at most {MAX_METRICS} names of at most {MAX_NAME_BYTES} bytes, because"
                 " every peer keeps them in one small record. Use fewer, or shorter ones."
             )
-        self._metrics[name] = [float(value), float(samples)]
-        self._records.publish(metrics=dict(self._metrics))
+        self._records.publish(metrics=metrics)
+        self._metrics = metrics
         pairs = [(float(value), float(samples))]
         for record in self._others().values():
             pairs.extend(_metric(record, name))

@@ -183,4 +183,4 @@ class TrainingSession:
 
     def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        return [f"{names.get(id(p), '?')} {tuple(p.shape)}" for p in parameters]
+        return [f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}" for p in parameters]

@@ -80,3 +80,8 @@ def test_schedulers_stand_where_the_global_step_says_before_the_first_batch(load
     session.synchronise()
     assert config.scheduler.last_epoch == trainer.global_step == 10
     assert optimizer.param_groups[0]["lr"] == 0.5**10
+
+
+def test_the_schema_names_each_parameter_with_its_shape_and_dtype() -> None:
+    session, _, model = make_session()
+    assert session._schema([model.weight]) == ["weight (2,) torch.float32"]

@@ -1,0 +1,129 @@
+"""What peers tell each other, over a DHT in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hivemind")
+
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.records import MAX_METRICS, MAX_NAME_BYTES, MAX_PRINTED, SwarmRecords
+from lightning_hivemind.errors import ArgumentError, SchemaMismatchError
+
+IDS = ("12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ", "QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM")
+
+
+class MemoryDHT:
+    """All peers' records; every peer's first look waits until ``lookers`` peers look at the same time."""
+
+    def __init__(self, lookers: int = 1) -> None:
+        self.entries: dict[str, Any] = {}
+        self._together = threading.Barrier(lookers)
+        self._looked = threading.local()
+
+    def store(self, key: str, value: bytes, expiration: float, subkey: str, return_future: bool) -> Future[Any]:
+        self.entries[subkey] = ValueWithExpiration(value, expiration)
+        return answer(True)
+
+    def get(self, key: str, latest: bool, return_future: bool) -> Future[Any]:
+        found = dict(self.entries)
+        if not hasattr(self._looked, "once"):
+            self._looked.once = True
+            self._together.wait(10)
+        return answer(ValueWithExpiration(found, 0.0) if found else None)
+
+
+def answer(value: object) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class Peers:
+    """Makes peers over one DHT, and closes them."""
+
+    def __init__(self) -> None:
+        self.dht = MemoryDHT()
+        self._made: list[SwarmRecords] = []
+
+    def make(self, schema: list[str], *, target: int = 32) -> SwarmRecords:
+        network: Any = SimpleNamespace(dht=self.dht, peer_id=IDS[len(self._made)])
+        arguments = Arguments.create(target, run_id="run", environ={})
+        self._made.append(SwarmRecords(arguments, network, schema))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for one in self._made:
+            one.close(5.0)
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    made = Peers()
+    yield made
+    made.close()
+
+
+def refusal(records: SwarmRecords) -> str:
+    try:
+        records.check_schema()
+    except SchemaMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_equal_models_are_of_one_run_and_unlike_ones_are_refused_by_name(peers: Peers) -> None:
+    peers.make(["a (3,) torch.float32", "b (4,) torch.float32"]).check_schema()
+    other = peers.make(["a (3,) torch.float32", "b (4,) torch.bfloat16"])
+    assert "The first parameter that differs is b (4,) torch.bfloat16" in refusal(other)
+
+
+def test_unlike_peers_that_start_at_the_same_time_do_not_miss_each_other(peers: Peers) -> None:
+    peers.dht = MemoryDHT(lookers=2)
+    pair = [peers.make(["a (3,)"]), peers.make(["a (4,)"])]
+    with ThreadPoolExecutor(2) as pool:
+        refusals = list(pool.map(refusal, pair))
+    assert any(refusals)
+
+
+def test_as_many_and_as_long_names_as_are_promised_fit_beside_the_largest_schema(peers: Peers) -> None:
+    records = peers.make([f"parameter {n}" for n in range(MAX_PRINTED)], target=2**62)
+    records.check_schema()
+    names = [f"{'é' * (MAX_NAME_BYTES // 2 - 1)}{n:02}" for n in range(MAX_METRICS)]
+    assert {len(name.encode()) for name in names} == {MAX_NAME_BYTES}
+    for number, name in enumerate(names):
+        assert records.mean(name, number + 0.1, 2**40) == pytest.approx(number + 0.1)
+
+
+@pytest.mark.parametrize("name", ["one too many", "x" * (MAX_NAME_BYTES + 1), "é" * MAX_NAME_BYTES])
+def test_a_refused_name_does_not_spoil_the_others(peers: Peers, name: str) -> None:
+    records = peers.make(["a (3,)"])
+    for number in range(MAX_METRICS):
+        records.mean(str(number), 1.0, 1)
+    with pytest.raises(ArgumentError, match="at most 20 names of at most 40 bytes"):
+        records.mean(name, 1.0, 1)
+    assert records.mean("0", 3.0, 1) == 3.0
+
+
+def test_what_the_record_cannot_hold_does_not_spoil_later_calls(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = peers.make(["a (3,)"])
+    monkeypatch.setattr("lightning_hivemind.engine.records.MAX_NAME_BYTES", 4096)
+    with pytest.raises(ArgumentError, match="bytes"):
+        records.mean("x" * 3000, 1.0, 1)
+    assert records.mean("loss", 3.0, 1) == 3.0
+
+
+def test_the_mean_over_peers_is_weighted_by_samples(peers: Peers) -> None:
+    first, second = peers.make(["a (3,)"]), peers.make(["a (3,)"])
+    first.mean("loss", 1.0, 30)
+    assert first._records.refresh(10.0)
+    assert second._records.refresh(10.0)
+    assert second.mean("loss", 5.0, 10) == pytest.approx(2.0)
