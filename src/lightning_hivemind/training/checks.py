@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.schedulers import refuse_plateau
@@ -14,6 +16,7 @@ def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
     _check_accumulation(trainer)
     _check_devices(strategy)
     _check_optimizers(arguments, strategy, trainer)
+    _check_dtypes(arguments, strategy.optimizers[0])
 
 
 def _check_accumulation(trainer: Any) -> None:
@@ -61,3 +64,19 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
         )
     if strategy.lr_scheduler_configs and arguments.scheduler_fn is not None:
         raise ArgumentError("configure_optimizers returned a scheduler, and scheduler_fn is given, too. Keep one.")
+
+
+def _check_dtypes(arguments: Arguments, optimizer: torch.optim.Optimizer) -> None:
+    """Whatever made the parameters so: ``Trainer(precision=...)``, or the module itself."""
+    for dtype in {p.dtype for group in optimizer.param_groups for p in group["params"]} - {torch.float32}:
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ArgumentError(
+                f"parameters of dtype {dtype}: each averaging of the state would round them to float32. Use"
+                ' Trainer(precision="32-true"), and convert inside of training_step what needs more.'
+            )
+        if arguments.offload_optimizer:
+            raise ArgumentError(
+                f"parameters of dtype {dtype} with offload_optimizer (or a delay, which offloads): the optimizer in"
+                ' host memory steps in float32. Use Trainer(precision="bf16-mixed") or "16-mixed", or leave'
+                " offload_optimizer and the delays away."
+            )

@@ -15,17 +15,26 @@ def count_samples(batch: Any, batch_size: int | None) -> int:
     """Samples in ``batch``: the leading dimension that all its tensors share.
 
     Args:
-        batch: what the data loader gave: tensors in any nest of mappings, sequences and dataclasses.
+        batch: what the data loader gave: tensors in any nest of mappings, sequences and dataclasses. Three or more
+            alike items in one list, with tensors of three or more dimensions, may be one sample each (images): that
+            is not guessed. A pair counts as fields, and so does whatever has names (a mapping, a named tuple).
         batch_size: the strategy's argument. It wins, except over a batch that visibly holds fewer (the last one).
 
     Raises:
         ArgumentError: it cannot be told, and ``batch_size`` was not given.
     """
-    sizes = set(_leading_dimensions(batch))
+    sizes, perhaps_samples = set(_leading_dimensions(batch)), _may_list_samples(batch)
+    clear = len(sizes) == 1 and not perhaps_samples
     if batch_size is not None:
-        return min(sizes) if len(sizes) == 1 and min(sizes) < batch_size else batch_size
-    if len(sizes) == 1:
+        return min(*sizes, batch_size) if clear else batch_size
+    if clear:
         return sizes.pop()
+    if perhaps_samples:
+        raise ArgumentError(
+            f"the batch size cannot be inferred: a list in this batch (a {type(batch).__name__}) may hold one sample"
+            " per item, or one field of all samples. Pass HivemindStrategy(batch_size=...), with drop_last=True in the"
+            " DataLoader; or let the data set give its fields names (a dict)."
+        )
     found = f"its tensors have leading dimensions {sorted(sizes)}" if sizes else "it holds no tensor with a dimension"
     raise ArgumentError(
         f"the batch size cannot be inferred from a batch of type {type(batch).__name__}: {found}."
@@ -48,14 +57,34 @@ def _leading_dimensions(item: Any) -> Iterator[int]:
     if isinstance(item, torch.Tensor):
         if item.ndim > 0:
             yield item.shape[0]
-    elif isinstance(item, Mapping):
-        for value in item.values():
-            yield from _leading_dimensions(value)
-    elif is_dataclass(item) and not isinstance(item, type):
-        for field in fields(item):
-            yield from _leading_dimensions(getattr(item, field.name))
-    elif isinstance(item, (list, tuple)):
-        for value in item:
-            yield from _leading_dimensions(value)
     elif hasattr(item, "num_graphs"):  # torch_geometric's batches count graphs, not nodes
         yield int(item.num_graphs)
+    else:
+        for part in _parts(item):
+            yield from _leading_dimensions(part)
+
+
+def _may_list_samples(item: Any) -> bool:
+    parts = _parts(item)
+    if isinstance(item, (list, tuple)) and not hasattr(item, "_fields") and len(parts) > 2:
+        first, *others = ([tensor.ndim for tensor in _tensors(part)] for part in parts)
+        if max(first, default=0) >= 3 and all(other == first for other in others):
+            return True
+    return any(_may_list_samples(part) for part in parts)
+
+
+def _tensors(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    for part in _parts(item):
+        yield from _tensors(part)
+
+
+def _parts(item: Any) -> list[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, (list, tuple)):
+        return list(item)
+    if is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name) for field in fields(item)]
+    return []

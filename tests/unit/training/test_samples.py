@@ -42,6 +42,46 @@ def test_a_batch_of_unclear_size_is_refused_with_the_fix(batch: Any) -> None:
     assert count_samples(batch, 16) == 16
 
 
+IMAGE = torch.zeros(3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [IMAGE] * 8,
+        tuple([IMAGE] * 8),
+        [torch.zeros(3, 32, 32 + n) for n in range(8)],
+        ([IMAGE] * 8, [0] * 8),
+        {"images": [IMAGE] * 8},
+        [(IMAGE, torch.tensor(1))] * 8,
+        [{"image": IMAGE, "label": 1}] * 8,
+        [torch.zeros(8, 3, 32, 32)] * 3,
+    ],
+)
+def test_a_list_that_may_hold_one_sample_per_item_is_refused_with_both_fixes(batch: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"HivemindStrategy\(batch_size=.*a dict"):
+        count_samples(batch, None)
+    assert count_samples(batch, 8) == 8
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [torch.zeros(7, 3, 32, 32)],
+        [torch.zeros(7, 3, 32, 32), torch.zeros(7)],
+        [torch.zeros(7, 3, 32, 32)] * 2,
+        (torch.zeros(7, 3, 32, 32), torch.zeros(7), torch.zeros(7, 4)),
+        [torch.zeros(7, 128)] * 3,
+        {"image": torch.zeros(7, 3, 8, 8), "mask": torch.zeros(7, 1, 8, 8), "depth": torch.zeros(7, 1, 8, 8)},
+        namedtuple("Views", "a b c")(*[torch.zeros(7, 3, 8, 8)] * 3),
+        [[torch.zeros(7, 3, 8, 8), torch.zeros(7)], [torch.zeros(7, 3, 8, 8), torch.zeros(7)]],
+    ],
+)
+def test_fields_of_a_batch_are_not_taken_for_samples(batch: Any) -> None:
+    assert count_samples(batch, None) == 7
+    assert count_samples(batch, 16) == 7
+
+
 def test_a_last_smaller_batch_counts_what_it_holds_even_if_batch_size_is_given() -> None:
     assert count_samples(torch.zeros(5, 2), 16) == 5
     assert count_samples(torch.zeros(64, 2), 16) == 16  # rows that are not samples: the user knows better

@@ -1,0 +1,63 @@
+"""What is refused before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+pytest.importorskip("hivemind")
+
+from lightning_hivemind import HivemindStrategy
+from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.training.checks import check_trainer
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def check(precision: str, model: Model | None = None, **arguments: Any) -> None:
+    strategy: Any = HivemindStrategy(target_batch_size=8, initial_peers=[], **arguments)
+    trainer = pl.Trainer(
+        strategy=strategy, precision=precision, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+    )  # type: ignore[arg-type]
+    strategy._lightning_module = model = Model() if model is None else model
+    model.trainer = trainer
+    strategy.connect(strategy.precision_plugin.convert_module(model))
+    strategy.setup_optimizers(trainer)
+    check_trainer(strategy.arguments, strategy, trainer)
+
+
+OFFLOADED = [{"offload_optimizer": True}, {"delay_state_averaging": True}]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("arguments", OFFLOADED, ids=lambda a: next(iter(a)))
+def test_a_host_optimizer_steps_in_float32_only(precision: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"parameters of dtype torch\.\w*float\d+.*Trainer\(precision="):
+        check(precision, **arguments)
+
+
+def test_double_precision_is_refused_because_averaging_would_round_it() -> None:
+    with pytest.raises(ArgumentError, match=r"torch\.float64.*round them to float32.*32-true"):
+        check("64-true")
+
+
+def test_a_module_that_converts_itself_is_seen_too() -> None:
+    with pytest.raises(ArgumentError, match=r"torch\.bfloat16"):
+        check("32-true", Model().bfloat16(), offload_optimizer=True)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
+def test_what_two_peers_can_train_in_is_let_through(precision: str) -> None:
+    check(precision)
+    if precision in ("32-true", "bf16-mixed"):
+        check(precision, offload_optimizer=True)
