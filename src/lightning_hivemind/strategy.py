@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-#: both must fit into the ten seconds that leaving may take
-ENGINE_STOP_S = 5.0
+#: with the default ``shutdown_timeout`` it fits into the ten seconds that leaving may take
 NETWORK_STOP_S = 4.0
 CHECKPOINT_KEY = "lightning_hivemind"
 
@@ -107,6 +106,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         self._session: TrainingSession | None = None
         self._batch_samples = 0
         self._last_epoch = 0
+        self._left = False
         self._events_to_file = False
 
     # ------------------------------------------------------------------ Trainer(...)
@@ -214,29 +214,41 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         return self._session.optimizer_state()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        # the parameters' own count: saved in the middle of a step (on_exception), Lightning's global_step is one less
         checkpoint[CHECKPOINT_KEY] = {"epoch": self.global_epoch, "run_id": self.arguments.run_id}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # ------------------------------------------------------------------ the end
 
     def teardown(self) -> None:
-        """Leave the swarm and stop every process that was started; safe to call twice."""
-        self._last_epoch = self.global_epoch
+        """Leave the swarm and stop every process that was started; safe to call twice.
+
+        Takes ``shutdown_timeout`` for the averagers and four seconds for the network, at most.
+        """
         session, self._session = self._session, None
         network, self._network = self._network, None
         try:
             if session is not None:
-                session.close(min(self.arguments.shutdown_timeout, ENGINE_STOP_S))
+                self._last_epoch, self._left = session.epoch, True
+                session.close(self.arguments.shutdown_timeout)
         finally:
-            if network is not None:
-                network.shutdown(NETWORK_STOP_S)
-        super().teardown()
+            try:
+                if network is not None:
+                    network.shutdown(NETWORK_STOP_S)
+            finally:
+                super().teardown()
 
     # ------------------------------------------------------------------ what scripts may ask
 
     @property
     def dht(self) -> hivemind.DHT:
-        """The running DHT; started now if it was not yet."""
+        """The running DHT; started now if it was not yet.
+
+        Raises:
+            RuntimeError: the fit is over, and nothing would stop another one. The next fit starts it again.
+        """
+        if self._network is None and self._left:
+            raise RuntimeError("the DHT was stopped with the end of the fit: read strategy.dht before or during it")
         return self._started_network().dht
 
     @property
@@ -247,7 +259,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     @property
     def global_epoch(self) -> int:
         """Committed global steps of the swarm; after the fit, as many as there were."""
-        return self._session.engine.epoch if self._session is not None else self._last_epoch
+        return self._session.epoch if self._session is not None else self._last_epoch
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:
         """The mean of a metric over all peers, weighted by samples; never waits for anybody.
@@ -261,8 +273,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         return self._running().engine.swarm_mean(name, float(value), samples)
 
     def request_stop(self, reason: str = "requested") -> None:
-        """Stop the whole run: every peer ends after the same global step."""
-        self._running().engine.request_stop(reason)
+        """Stop the whole run: every peer ends after the same global step. ``reason`` is logged here."""
+        self._running().request_stop(reason)
 
     # ------------------------------------------------------------------ inside one peer there is one process
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from lightning_hivemind.training.zero_grad import DisabledZeroGrad
 if TYPE_CHECKING:
     from lightning_hivemind.network.daemon import PeerNetwork
 
+log = logging.getLogger("lightning_hivemind")
 
 MOST_DROPPED = 200
 
@@ -89,12 +91,21 @@ class TrainingSession:
         self._progress.follow(outcome.epoch, committed=False)
         self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)
 
+    @property
+    def epoch(self) -> int:
+        """Committed global steps; 0 while the engine is not there."""
+        return self.engine.epoch if hasattr(self, "engine") else 0
+
     # ------------------------------------------------------------------ batches
 
     def begin_batch(self) -> None:
         self._progress.begin_batch()
         if self._stopping.wants_to_stop():
-            self.engine.request_stop("this peer's Trainer was asked to stop")
+            self.request_stop("trainer.should_stop is set here")
+
+    def request_stop(self, reason: str) -> None:
+        log.info("asking the whole run to stop: %s", reason)
+        self.engine.request_stop(reason)
 
     def batch_weight(self, samples: int) -> float:
         return self.engine.batch_weight(samples)

@@ -59,6 +59,10 @@ class CountingEngine:
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
+        self.stop_wanted = False
+
+    def request_stop(self, reason: str) -> None:
+        self.stop_wanted = True
 
     def restore(self, optimizer_state: Any, epoch: int) -> None:
         self.epoch = epoch
@@ -85,3 +89,19 @@ def test_schedulers_stand_where_the_global_step_says_before_the_first_batch(load
 def test_the_schema_names_each_parameter_with_its_shape_and_dtype() -> None:
     session, _, model = make_session()
     assert session._schema([model.weight]) == ["weight (2,) torch.float32"]
+
+
+def test_the_reason_to_stop_is_logged_where_it_arose(caplog: pytest.LogCaptureFixture) -> None:
+    session, _, _ = make_session()
+    engine = CountingEngine(epoch=0)
+    session.engine = cast(Engine, engine)
+    with caplog.at_level("INFO", logger="lightning_hivemind"):
+        session.request_stop("the loss is low enough")
+    assert engine.stop_wanted
+    assert "asking the whole run to stop: the loss is low enough" in caplog.text
+
+
+def test_a_session_that_got_no_engine_can_be_closed() -> None:
+    session, _, _ = make_session()
+    assert session.epoch == 0
+    session.close(1.0)
