@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ class EpochRounds:
         self._training, self._events = training, events
         self._grad_control: StepControl | None = None
         self._state_control: StepControl | None = None
-        self._background_state: tuple[StepControl, int, int] | None = None
+        self._background_state: tuple[Future[RoundResult], int, int] | None = None
         self._background_notes: dict[bytes, dict[str, Any]] = {}
         self._delayed_result: RoundResult | None = None
         self._last_members: frozenset[bytes] = frozenset()
@@ -112,6 +112,8 @@ class EpochRounds:
         """Wait for everything that is delayed, and apply it."""
         self._cancelled.clear()
         self._await_background()
+        if self._background_state is not None:
+            self._background_state[0].result()  # it ends with the round, or as soon as this peer stops
         self.apply_finished()
 
     def _await_background(self) -> None:
@@ -235,7 +237,7 @@ class EpochRounds:
             control = self._begin_state_round(next_epoch)
         delayed = self._a.delay_state_averaging and not self._a.auxiliary
         steps = not self._a.auxiliary and self._parts.grads is not None
-        self._watch(control)
+        watched = None if control is None else self._watch(control)
         state.step(
             increment_epoch=True,
             wait_for_trigger=trigger,
@@ -254,12 +256,12 @@ class EpochRounds:
         if delayed and self._parts.grads is None:  # the wish to stop travels with the round before
             notes, self._background_notes = self._background_notes, {}
             result = replace(result, notes={**notes, **result.notes})
-        if control is None:
+        if watched is None:
             return result
         if delayed:
-            self._background_state = (control, next_epoch, len(others))
+            self._background_state = (watched, next_epoch, len(others))
             return result
-        state_result = self._judge_state_round(control, next_epoch, len(others))
+        state_result = self._judge_state_round(watched, next_epoch, len(others))
         if self._parts.grads is None:  # with local updates this is the only round there is
             return state_result if state_result.succeeded else ALONE
         return result
@@ -282,22 +284,25 @@ class EpochRounds:
         self._state_control = self._parts.state.schedule_step(gather=gather, timeout=self._a.averaging_timeout)
         return self._state_control
 
-    def _watch(self, control: StepControl | None) -> None:
-        """Cancel a state round that finds no group in time (hivemind would look until averaging_timeout)."""
-        if control is None:
-            return
-        limits: dict[str, Any] = dict(patience_s=self._patience_s, timeout_s=self._a.averaging_timeout)
-        watch = partial(await_round, control, lambda: 1.0, should_abort=self._should_abort, **limits)
-        threading.Thread(target=watch, name="lightning-hivemind-state-round", daemon=True).start()
+    def _watch(self, control: StepControl) -> Future[RoundResult]:
+        """What comes of a state round; it is given up if it finds no group in time, while hivemind waits for it."""
+        watched: Future[RoundResult] = Future()
 
-    def _judge_state_round(self, control: StepControl, epoch: int, others: int) -> RoundResult:
-        result = await_round(
-            control,
-            lambda: self._parts.state.received_fraction,
-            patience_s=0.0,
-            timeout_s=0.0,
-            should_abort=self._should_abort,
-        )
+        def watch() -> None:
+            result = await_round(
+                control,
+                lambda: self._parts.state.received_fraction,
+                patience_s=self._patience_s,
+                timeout_s=self._a.averaging_timeout,
+                should_abort=self._should_abort,
+            )
+            watched.set_result(result)
+
+        threading.Thread(target=watch, name="lightning-hivemind-state-round", daemon=True).start()
+        return watched
+
+    def _judge_state_round(self, watched: Future[RoundResult], epoch: int, others: int) -> RoundResult:
+        result = watched.result()
         if not result.succeeded:
             self._incomplete("state", epoch, result, others, "parameters stay this peer's own until the next round")
         elif result.fraction < 1.0:
