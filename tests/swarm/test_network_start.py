@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -295,6 +297,24 @@ def test_the_identity_makes_the_peer_id_and_two_live_peers_cannot_share_it(bench
     assert third.peer_id == peer_id
 
 
+@pytest.mark.parametrize("joins", [False, True], ids=["first", "told to join itself"])
+def test_an_identity_in_use_on_this_machine_is_refused_though_nobody_is_asked(
+    joins: bool, bench: Bench, tmp_path: Path
+) -> None:
+    """Both would be the first of a run of their own, and train apart without a word."""
+    path = str(tmp_path / "key")
+    first = bench.network(identity_path=path)
+    first.start()
+    own = tuple(first.visible_addresses()) if joins else ()
+    with pytest.raises(DaemonError, match="another live peer uses this identity"):
+        bench.network(identity_path=path, initial_peers=own).start()
+    assert first.is_alive()
+    first.shutdown()
+    again = bench.network(identity_path=path, initial_peers=own)
+    again.start()
+    assert again.is_alive()
+
+
 def test_a_peer_told_to_join_only_itself_is_the_first(bench: Bench, tmp_path: Path) -> None:
     network = bench.network(identity_path=str(tmp_path / "key"))
     network.start()
@@ -318,6 +338,25 @@ def test_unusable_identity_files_are_refused_before_anything_starts(bench: Bench
 def test_an_address_of_another_machine_cannot_be_listened_on(bench: Bench) -> None:
     with pytest.raises(DaemonError, match=r"(?s)host_maddrs=.*203\.0\.113\.7.*cannot assign requested address"):
         bench.network(host_maddrs=("/ip4/203.0.113.7/tcp/0",)).start()
+
+
+def test_a_removed_directory_of_sockets_is_seen(bench: Bench) -> None:
+    """Nothing new reaches the daemon then: rounds fail one after another, and hold up the others."""
+    network = bench.network()
+    network.start()
+    assert network.is_alive()
+    shutil.rmtree(network.sockets.path)
+    assert not network.is_alive()
+
+
+def test_a_temporary_directory_that_torch_cannot_use_is_said_in_words() -> None:
+    code = "import hivemind; from lightning_hivemind.network.lifetime import start_shared_memory; start_shared_memory()"
+    roots = os.pathsep.join([str(Path(daemon.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": roots, "TMPDIR": "/nonexistent"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("lightning_hivemind.errors.DaemonError"), done.stderr
+    assert "TMPDIR='/nonexistent'" in last
 
 
 def test_the_death_of_the_daemon_is_seen(bench: Bench) -> None:

@@ -25,7 +25,7 @@ from hivemind.p2p import P2P
 from lightning_hivemind.errors import DaemonError, JoinError, NetworkError
 from lightning_hivemind.events import EventBus, PeerStarted, Waiting
 from lightning_hivemind.network import diagnosis
-from lightning_hivemind.network.identity import check_identity, without_self
+from lightning_hivemind.network.identity import IdentityLock, check_identity, without_self
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child, start_shared_memory
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
 from lightning_hivemind.network.sockets import SocketDirectory
@@ -105,6 +105,7 @@ class PeerNetwork:
         self._sockets: SocketDirectory | None = None
         self._peer_id: str | None = None
         self._daemon_pid: int | None = None
+        self._identity = IdentityLock(settings.identity_path)
 
     def start(self) -> None:
         """Start and, if there are ``initial_peers``, join. Does nothing if started already.
@@ -121,9 +122,11 @@ class PeerNetwork:
         check_identity(self.settings.identity_path)
         peers = without_self(self.settings.initial_peers, self.settings.identity_path)
         start_shared_memory()
-        self._sockets = SocketDirectory.create()
+        self._identity.take()
         try:
+            self._sockets = SocketDirectory.create()
             self._join(self._sockets, peers, began)
+            self._identity.take()  # a new one is there only now
             self._peer_id, self._daemon_pid, addresses = self._call(_describe)
             self._sockets.note_listener()
         except BaseException:
@@ -159,9 +162,11 @@ class PeerNetwork:
         return self._call(_describe)[2]
 
     def is_alive(self) -> bool:
-        """True while both the DHT process and the daemon run."""
+        """True while both the DHT process and the daemon run, and their sockets can be reached."""
         if self._dht is None or not self._dht.is_alive() or self._daemon_pid is None:
             return False
+        if self._sockets is None or not self._sockets.path.is_dir():
+            return False  # removed under us: nothing new can reach the daemon
         try:
             os.kill(self._daemon_pid, 0)
         except ProcessLookupError:
@@ -180,6 +185,7 @@ class PeerNetwork:
         if sockets is not None:
             sockets.kill_daemons(timeout_s=max(1.0, 0.1 * timeout_s))
             sockets.release()
+        self._identity.release()
 
     def _running(self) -> PeerDHT:
         if self._dht is None or self._peer_id is None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
+import time
 
 from hivemind.p2p import PeerID
 
 from lightning_hivemind.errors import DaemonError
 
 log = logging.getLogger("lightning_hivemind")
+
+#: The processes of a peer whose trainer was killed are gone within this, and a restarted one should not fail on them.
+LEAVE_S = 3.0
 
 
 def check_identity(path: str | None) -> None:
@@ -48,6 +54,53 @@ def read_peer_id(path: str) -> str:
             f"identity_path={path!r}: holds no libp2p private key ({type(error).__name__}: {error}). Nothing was "
             "started. Name a file that does not exist yet to have one made."
         ) from error
+
+
+def _lock(file: int) -> bool:
+    """False while another process has it; True also where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.debug("the identity's file cannot be locked: %s", error)
+    return True
+
+
+class IdentityLock:
+    """Held by the live peer that uses an identity, for as long as it lives; two on one machine would train apart."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path and os.path.expanduser(path)
+        self._file: int | None = None
+
+    def take(self) -> None:
+        """Take it, if there is a file to lock already. Does nothing if it is held.
+
+        Raises:
+            DaemonError: another peer has it.
+        """
+        if self._path is None or self._file is not None or not os.path.exists(self._path):
+            return
+        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        deadline = time.monotonic() + LEAVE_S
+        while not _lock(file):
+            if time.monotonic() > deadline:
+                os.close(file)
+                raise DaemonError(
+                    f"identity_path={self._path!r}: another live peer uses this identity. Nothing is left running. Give"
+                    " each peer its own file, or stop the other one."
+                )
+            time.sleep(0.05)
+        self._file = file
+
+    def release(self) -> None:
+        """Give it up, in all forks of this process at once. Safe to call twice."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            os.close(self._file)
+            self._file = None
 
 
 def without_self(initial_peers: tuple[str, ...], identity_path: str | None) -> tuple[str, ...]:

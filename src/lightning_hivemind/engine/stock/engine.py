@@ -322,14 +322,14 @@ class StockEngine:
         dead = self._dead_process
         if dead is not None and not self._training.should_abort():
             raise DaemonError(
-                f"This peer's {dead} has died (was it killed, or out of memory?). Parameters are those of the last"
+                f"This peer's {dead} is gone (was it killed, or out of memory?). Parameters are those of the last"
                 " committed epoch. Restart this peer: it will take the swarm's state."
             )
 
     @property
     def _dead_process(self) -> str | None:
         if not self._network.is_alive():
-            return "DHT process or libp2p daemon"
+            return "DHT process, libp2p daemon or directory of sockets"
         return None if self._parts is None else self._parts.dead
 
     @property

@@ -319,7 +319,7 @@ class EpochRounds:
                 for parameter, gradient in zip(optimizer_parameters(optimizer), averaged, strict=True):
                     if not parameter.requires_grad:
                         parameter.grad = None  # frozen: a zero gradient would still let weight decay change it
-                    elif parameter.grad is None:
+                    elif parameter.grad is None or parameter.grad.is_sparse:  # what was averaged is dense
                         parameter.grad = gradient.to(parameter.device, copy=True)
                     else:
                         parameter.grad.copy_(gradient)
