@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.events import BatchDropped, EventBus, JsonLinesSubscriber, LogSubscriber, make_log_visible
 from lightning_hivemind.lightning_twins import Twinned, accept_everywhere, package_of, twin_of
 from lightning_hivemind.platform import require_hivemind
@@ -318,7 +319,13 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def _write_events(self) -> None:
         path = self.arguments.events_path
         if path is not None and not self._events_to_file:
-            self.events.subscribe(JsonLinesSubscriber(path))
+            try:
+                self.events.subscribe(JsonLinesSubscriber(path))
+            except OSError as error:
+                raise ArgumentError(
+                    f"events_path or LIGHTNING_HIVEMIND_EVENTS={str(path)!r}: cannot be written: {error}. Nothing was"
+                    " started. Name a file in a writable directory."
+                ) from error
             self._events_to_file = True
 
     def _announce(self, network: PeerNetwork) -> None:

@@ -90,6 +90,8 @@ def make_net(width: int = 16, norm: bool = False, seed: int = 0, half: bool = Fa
 def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
+    if name == "lbfgs":
+        return torch.optim.LBFGS(parameters, lr=lr)
     if name == "momentum":
         return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
     return torch.optim.SGD(parameters, lr=lr)
@@ -106,7 +108,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, name: str) -> Any:
 def make_model(pl: ModuleType, **options: Any) -> Any:
     """A LightningModule of the given package.
 
-    Options: ``width``, ``norm``, ``seed`` (the network); ``optimizer``, ``lr``, ``scheduler``, ``interval``;
+    Options: ``width``, ``norm``, ``seed``, ``dtype`` (the network); ``optimizer``, ``lr``, ``scheduler``, ``interval``;
     ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of batches), ``scale_loss``;
     ``monitor_values`` (what validation logs, by global step); ``own_zero_grad``.
     """
@@ -117,6 +119,8 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             self.options = options
             keys = ("width", "norm", "seed")
             self.net = make_net(**{k: options[k] for k in keys if k in options})
+            if "dtype" in options:
+                self.net.to(getattr(torch, options["dtype"]))
             self.batches_seen = 0
             self.automatic_optimization = not options.get("manual", False)
             self.before_batch: Any = lambda batch: None
@@ -130,7 +134,8 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             self.before_batch(batch)
             if number in options.get("raise_at", ()):
                 raise RuntimeError(f"induced failure in batch {number}")
-            loss = mse_loss(self.net(batch["x"]), batch["y"].to(self.net(batch["x"]).dtype))
+            x = batch["x"].to(self.net[0].weight.dtype)
+            loss = mse_loss(self.net(x), batch["y"].to(self.net(x).dtype))
             if number in options.get("nan_at", ()):
                 loss = loss * float("nan")
             if number in options.get("inf_at", ()):
@@ -142,7 +147,8 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
 
         def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
             values = options.get("monitor_values")
-            value = mse_loss(self.net(batch["x"]), batch["y"])
+            x = batch["x"].to(self.net[0].weight.dtype)
+            value = mse_loss(self.net(x), batch["y"].to(self.net(x).dtype))
             if values:  # a metric that the test decides, by the number of committed steps
                 value = torch.tensor(float(values[min(self.trainer.global_step, len(values) - 1)]))
             self.log("val_loss", value)

@@ -62,6 +62,41 @@ def batch_without_size(spec: PeerSpec) -> None:
     trainer.fit(Model(), loader)
 
 
+def sparse_gradients(spec: PeerSpec) -> None:
+    """The same embedding trained with sparse gradients and with dense ones."""
+    import torch
+
+    from swarm.peer_main import make_strategy, packages
+
+    pl = packages(spec)
+
+    class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(4, 1, sparse=sparse)
+            self.table.weight.data = torch.arange(4.0).reshape(4, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.table(batch).pow(2).mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(sparse: bool) -> list[float]:
+        trainer = pl.Trainer(
+            strategy=make_strategy(spec, pl, target_batch_size=4), accelerator="cpu", devices=1, logger=False,
+            max_steps=2, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        model = Model(sparse)
+        trainer.fit(model, torch.utils.data.DataLoader([0, 1, 2, 2, 1, 3, 0, 0], batch_size=2))
+        values: list[float] = model.table.weight.detach().flatten().tolist()
+        return values
+
+    initial = Model(False).table.weight.detach().flatten().tolist()
+    Recorder(spec).write("trained", sparse=train(True), dense=train(False), initial=initial)
+
+
 def evaluate(spec: PeerSpec) -> None:
     """Load a checkpoint for test and predict."""
     from swarm.models import make_loader, make_model

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.swarm
         ({"model": {"width": 24}}, "net.0.weight (24, 8)"),
         ({"strategy": {"target_batch_size": 48}}, "target_batch_size=32"),
         ({"model": {"norm": True}}, "net.1"),
+        ({"model": {"dtype": "bfloat16"}}, "net.0.weight (16, 8) torch.bfloat16"),
     ],
-    ids=["width", "target", "layers"],
+    ids=["width", "target", "layers", "dtype"],
 )
 def test_another_model_under_the_same_run_id_is_refused_by_name(
     swarm: Swarm, other: dict[str, Any], named: str

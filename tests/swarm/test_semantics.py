@@ -222,6 +222,27 @@ def test_a_batch_of_unknown_size_is_refused_with_the_fix(swarm: Swarm) -> None:
     peer.wait_exit(code=1)
 
 
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(swarm: Swarm) -> None:
+    assert "LBFGS" in refused(swarm, model={"optimizer": "lbfgs"})
+
+
+def test_complex_parameters_are_refused_by_name(swarm: Swarm) -> None:
+    assert "net.0.weight has dtype torch.complex64" in refused(swarm, model={"dtype": "complex64"})
+
+
+def test_an_event_file_that_cannot_be_written_is_refused(swarm: Swarm) -> None:
+    text = refused(swarm, env={"LIGHTNING_HIVEMIND_EVENTS": str(swarm.folder)})
+    assert str(swarm.folder) in text
+
+
+def test_sparse_gradients_are_averaged_as_dense_ones(swarm: Swarm) -> None:
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:sparse_gradients"))
+    found = peer.wait_for("trained", timeout_s=START_S)
+    peer.wait_exit()
+    assert found["sparse"] == found["dense"]
+    assert found["sparse"] != found["initial"]
+
+
 def test_every_peer_is_global_zero_and_writes_its_own_files(swarm: Swarm) -> None:
     peers = swarm.start(
         2,

@@ -16,7 +16,7 @@ def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
     _check_accumulation(trainer)
     _check_devices(strategy)
     _check_optimizers(arguments, strategy, trainer)
-    _check_dtypes(arguments, strategy.optimizers[0])
+    _check_dtypes(arguments, trainer.lightning_module, strategy.optimizers[0])
 
 
 def _check_accumulation(trainer: Any) -> None:
@@ -54,6 +54,11 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
             f"configure_optimizers returned {len(strategy.optimizers)} optimizers: a swarm trains with exactly one."
             " Put all parameters into one optimizer, with param groups for unlike settings."
         )
+    if isinstance(strategy.optimizers[0], torch.optim.LBFGS):
+        raise ArgumentError(
+            "LBFGS evaluates the loss several times in one step, which a swarm cannot: its gradient comes from all"
+            " peers. Use another optimizer."
+        )
     for config in strategy.lr_scheduler_configs:
         refuse_plateau(config)
     if strategy.lr_scheduler_configs and arguments.recreates_optimizer:
@@ -66,17 +71,24 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
         raise ArgumentError("configure_optimizers returned a scheduler, and scheduler_fn is given, too. Keep one.")
 
 
-def _check_dtypes(arguments: Arguments, optimizer: torch.optim.Optimizer) -> None:
+def _check_dtypes(arguments: Arguments, module: Any, optimizer: torch.optim.Optimizer) -> None:
     """Whatever made the parameters so: ``Trainer(precision=...)``, or the module itself."""
-    for dtype in {p.dtype for group in optimizer.param_groups for p in group["params"]} - {torch.float32}:
-        if dtype not in (torch.float16, torch.bfloat16):
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        said = f"parameter {names.get(id(parameter), '?')} has dtype {parameter.dtype}"
+        if not parameter.is_floating_point():  # hivemind's rounds over complex numbers never end
             raise ArgumentError(
-                f"parameters of dtype {dtype}: each averaging of the state would round them to float32. Use"
+                f"{said}: only floating-point numbers can be averaged. Keep a complex one as a real tensor"
+                " (torch.view_as_complex where it is used), and a frozen one of whole numbers out of the optimizer."
+            )
+        if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ArgumentError(
+                f"{said}: each averaging of the state would round it to float32. Use"
                 ' Trainer(precision="32-true"), and convert inside of training_step what needs more.'
             )
-        if arguments.offload_optimizer:
+        if parameter.dtype != torch.float32 and arguments.offload_optimizer:
             raise ArgumentError(
-                f"parameters of dtype {dtype} with offload_optimizer (or a delay, which offloads): the optimizer in"
+                f"{said}, with offload_optimizer (or a delay, which offloads): the optimizer in"
                 ' host memory steps in float32. Use Trainer(precision="bf16-mixed") or "16-mixed", or leave'
                 " offload_optimizer and the delays away."
             )
