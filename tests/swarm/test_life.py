@@ -222,6 +222,19 @@ def test_nothing_but_nan_ends_the_training_with_the_reason(swarm: Swarm) -> None
     peer.wait_exit(code=1)
 
 
+def test_a_peer_left_behind_goes_on_when_the_one_ahead_is_killed(swarm: Swarm) -> None:
+    """Its last report outlives it, and nobody has the state of that epoch any more."""
+    strategy = {"tracker_opts": {"metadata_expiration": 30.0}}
+    first, second = swarm.start(2, peers=[{}, {"hold_at": [2]}], trainer=ENDLESS, strategy=strategy, delay_s=0.05)
+    second.wait_for("holding", epoch=2)
+    first.wait_epoch(4, timeout_s=60)
+    first.kill()
+    second.release(2)
+    second.wait_for("StateUnavailable", timeout_s=60)
+    second.wait_epoch(max(second.commits) + 2, timeout_s=90)
+    assert_ledger([second])
+
+
 def test_a_late_joiner_takes_state_and_learning_rate_and_trains_along(swarm: Swarm) -> None:
     model = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
     (first,) = swarm.start(1, together=False, model=model, hold_at=[5], trainer={"max_steps": 8}, delay_s=0.05)

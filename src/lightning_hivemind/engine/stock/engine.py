@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 ADOPT_ATTEMPTS = 10
 ADOPT_PAUSE_S = 1.0
+EXPIRY_S = 10.0  # how much later than due a report may be forgotten everywhere
 START_ATTEMPTS = 4
 RECORDS_S = 1.0
 IDLE_S = 0.2  # how long an auxiliary peer sleeps between two looks at the swarm
@@ -58,6 +59,7 @@ class StockEngine:
         self._num_peers = 1
         self._stop_epoch: int | None = None
         self._failed_adoptions = 0
+        self._failing_since: float | None = None
         self._adoption_error: StateError | None = None
         self.optimizer = training.optimizer
 
@@ -172,6 +174,7 @@ class StockEngine:
             return self._catch_up(0)
         except NotNow:
             return StepOutcome(epoch=self.epoch, committed=False, adopted=False)
+        self._failed_adoptions, self._failing_since = 0, None
         self._share(self.epoch)
         self._events.emit(
             EpochCommitted(
@@ -229,15 +232,20 @@ class StockEngine:
                 raise
             found, reason, self._adoption_error = False, str(error), error
         if found:
-            self._failed_adoptions = 0
+            self._failed_adoptions, self._failing_since = 0, None
             self._share(self.epoch)
             self._events.emit(StateLoaded(epoch=self.epoch, duration_s=time.monotonic() - start))
         elif required:
             self._failed_adoptions += 1
-            if self._failed_adoptions >= ADOPT_ATTEMPTS:
+            self._failing_since = self._failing_since or start
+            # whoever was ahead may be dead: until its last report expires nobody can tell, and then we go on without it
+            waited = (
+                time.monotonic() - self._failing_since > self._require_parts().tracker.metadata_expiration + EXPIRY_S
+            )
+            if self._failed_adoptions >= ADOPT_ATTEMPTS and waited:
                 raise StateError(
                     f"this peer is at epoch {self.epoch}, the swarm at {self.epoch + self._behind()}, and"
-                    f" {ADOPT_ATTEMPTS} attempts to download the swarm's state failed: {reason}."
+                    f" {self._failed_adoptions} attempts to download the swarm's state failed: {reason}."
                     " At least one peer that trains must be reachable (not in client_mode). Nothing was changed here."
                 )
             self._events.emit(StateUnavailable(epoch=self.epoch, reason=reason, action="trying again"))
