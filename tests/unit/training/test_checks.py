@@ -47,7 +47,7 @@ def test_a_host_optimizer_steps_in_float32_only(precision: str, arguments: dict[
 
 
 def test_double_precision_is_refused_because_averaging_would_round_it() -> None:
-    with pytest.raises(ArgumentError, match=r"torch\.float64.*round them to float32.*32-true"):
+    with pytest.raises(ArgumentError, match=r"torch\.float64.*round it to float32.*32-true"):
         check("64-true")
 
 
