@@ -8,7 +8,7 @@ import pytest
 
 from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import START_S, Swarm
-from swarm.replay import distance, replay
+from swarm.replay import distance, next_step, replay
 
 pytestmark = pytest.mark.swarm
 
@@ -24,17 +24,31 @@ def test_local_updates_step_at_every_batch_and_parameters_are_averaged(swarm: Sw
 
 
 def test_an_auxiliary_peer_helps_and_contributes_nothing(swarm: Swarm) -> None:
-    (trainer,) = swarm.start(1, together=False, hold_at=[1], trainer={"max_steps": 4}, delay_s=0.05)
-    trainer.wait_for("holding", epoch=1)
+    """Two trainers that nobody can connect to: without the helper they could not average at all.
+
+    Nor can the second ask the first for its state, which it says.
+    """
     (helper,) = swarm.start(1, together=False, strategy={"auxiliary": True}, trainer={"max_steps": -1})
-    trainer.release(1)
-    event = helper.wait_for("EpochCommitted")
-    swarm.finish(trainer)
+    client = {"strategy": {"client_mode": True}, "barrier": True, "min_peers": 3}
+    trainers = []
+    for number in range(2):
+        trainers += swarm.start(1, together=False, order_seed=number, trainer={"max_steps": 3}, delay_s=0.05, **client)
+    for trainer in trainers:
+        trainer.wait_for("at_barrier", timeout_s=START_S)
+    for trainer in trainers:
+        trainer.go()
+    swarm.finish(*trainers)
+    (unavailable,) = trainers[1].said("StateUnavailable")
+    assert unavailable["reason"] == "no peer shares its state"
+    assert "own parameters" in unavailable["action"]
+    assert together(trainers)
+    # a helper counts as no contributor: that it saw both means that it was in a group of three
+    helped = [event for event in helper.said("EpochCommitted", contributors=2) if event["fraction"] == 1.0]
+    assert {event["epoch"] for event in helped} & set(together(trainers))
     assert helper.said("BatchAccumulated") == []
-    assert all(e["samples"] == 0 for e in helper.said("EpochCommitted"))
-    assert event["contributors"] == 1, "a helper's gradient is in no step"
-    expected = replay([trainer], 4)
-    assert distance(trainer.parameters(4), expected[4]) < 1e-6
+    assert all(event["samples"] == 0 for event in helper.said("EpochCommitted"))
+    first = together(trainers)[0]
+    assert distance(trainers[0].parameters(first), replay(trainers, first)[first]) < 1e-5
 
 
 def test_a_client_averages_though_it_accepts_no_connections(swarm: Swarm) -> None:
@@ -58,13 +72,55 @@ def test_options_of_the_averagers_reach_both(swarm: Swarm, local: bool, kind: st
     )
     swarm.finish()
     for peer in peers:
-        assert peer.said("RoundIncomplete", kind=kind, fraction=0.0)
+        (failed,) = peer.said("RoundIncomplete", kind=kind, fraction=0.0)
+        if kind == "gradients":
+            assert failed["reason"] == "no group found in 4.0 s", "not 1.5 times matchmaking_time and a second"
+            # the fallback is this peer's own gradient, and not zero
+            assert distance(peer.parameters(1), next_step([peer], 1)) < 1e-6
 
 
 def test_a_fixed_group_size_is_kept(swarm: Swarm) -> None:
-    peers = swarm.start(2, strategy={"averager_opts": {"target_group_size": 2}}, trainer={"max_steps": 2}, delay_s=0.02)
+    """Two peers never are three: the group waits for the third as long as matchmaking may take, at every round."""
+    peers = swarm.start(
+        2,
+        strategy={"averager_opts": {"target_group_size": 3}, "matchmaking_time": 3.0},
+        trainer={"max_steps": 1},
+        delay_s=0.02,
+    )
     swarm.finish()
-    assert_complete(peers, [1, 2])
+    (*durations,) = (peer.said("EpochCommitted", epoch=1)[0]["duration_s"] for peer in peers)
+    assert max(durations) > 0.9 * 3.0, "the group closed without the third"
+
+
+def test_limits_in_time_and_speed_reach_hivemind(swarm: Swarm) -> None:
+    """Each value is another than its default; read off hivemind's own objects in a running fit."""
+    strategy = {
+        "matchmaking_time": 3.0,
+        "averaging_timeout": 50.0,
+        "allreduce_timeout": 41.0,
+        "next_chunk_timeout": 7.0,
+        "shutdown_timeout": 4.0,
+        "performance_ema_alpha": 0.4,
+        "tracker_opts": {"max_refresh_period": 2.5, "metadata_expiration": 33.0},
+        "wait_timeout": 4.0,
+        "bootstrap_timeout": 9.0,
+    }
+    (peer,) = swarm.start(
+        1, together=False, quick=False, strategy=strategy, free={"record_settings": True}, trainer={"max_steps": 1}
+    )
+    (found,) = peer.said("settings")
+    swarm.finish()
+    assert found["tracker"] == strategy["tracker_opts"]
+    assert found["speed"] == [0.4, 0.4]
+    assert found["dht"] == {"wait_timeout": 4.0, "bootstrap_timeout": 9.0}
+    for averager in ("grads", "state"):
+        assert found[averager] == {
+            "matchmaking_time": 3.0,
+            "target_group_size": None,
+            "allreduce_timeout": 41.0,
+            "sender_timeout": 7.0,
+            "shutdown_timeout": 4.0,
+        }
 
 
 def test_statistics_of_the_optimizer_are_averaged_when_asked_for(swarm: Swarm) -> None:
@@ -117,8 +173,12 @@ def test_state_is_averaged_every_nth_epoch_only(swarm: Swarm) -> None:
     swarm.finish()
     common = set(peers[0].commits) & set(peers[1].commits)
     apart = {e: distance(peers[0].parameters(e), peers[1].parameters(e)) for e in sorted(common - {0})}
-    assert {e for e in apart if apart[e] < 1e-5} == {e for e in apart if e % 2 == 0}, apart
+    assert all(apart[e] > 1e-5 for e in apart if e % 2), apart
     assert any(e % 2 for e in apart), "no odd epoch was recorded on both peers"
+    averaged = [e for e in together(peers) if e % 2 == 0]  # on a busy machine a round may find nobody, and says so
+    assert averaged
+    assert all(apart[e] < 1e-5 for e in averaged), apart
+    assert {e["epoch"] % 2 for peer in peers for e in peer.said("RoundIncomplete")} <= {0}
 
 
 def test_verbose_reports_internal_events(swarm: Swarm) -> None:

@@ -254,6 +254,21 @@ def test_a_late_joiner_takes_state_and_learning_rate_and_trains_along(swarm: Swa
     assert any(event["contributors"] == 2 for event in late.said("EpochCommitted"))
 
 
+def test_a_joiner_that_gets_no_state_ends_with_the_reason(swarm: Swarm) -> None:
+    """No state arrives within a millisecond."""
+    (first,) = swarm.start(1, together=False, trainer=ENDLESS, hold_at=[1], delay_s=0.05)
+    first.wait_for("holding", epoch=1)
+    late = swarm.launch(PeerSpec(strategy={"initial_peers": swarm.addresses(), "load_state_timeout": 0.001}))
+    error = late.wait_for("raised", timeout_s=90)
+    assert error["kind"] == "StateError", error["trace"]
+    assert "load_state_timeout" in error["text"]
+    told = late.said("StateUnavailable", action="trying again")
+    assert len(told) == 4
+    assert all("load_state_timeout" in event["reason"] for event in told)
+    assert not late.said("BatchAccumulated")
+    late.wait_exit(code=1)
+
+
 def test_fit_can_be_called_twice_in_one_process(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:fit_twice"))
     peer.wait_for("second", timeout_s=START_S)

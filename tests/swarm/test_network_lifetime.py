@@ -18,7 +18,11 @@ from swarm.processes import Footprint, descendants, footprint, still_there
 pytest.importorskip("hivemind")
 pytestmark = pytest.mark.swarm
 
-GONE_TIMEOUT_S = 10.0
+#: how long a test waits; on a busy machine everything takes several times as long
+GONE_TIMEOUT_S = 30.0
+#: what stopping may take, by the peer's own measure: its record 2 s, the network 5 s, its last process 1 s, and what a
+#: busy machine adds
+STOPPED_S = 10.0
 
 
 class Scene:
@@ -59,18 +63,18 @@ def scene() -> Iterator[Scene]:
 def test_a_clean_stop_leaves_nothing_and_is_quick(scene: Scene) -> None:
     down = scene.peer.stop()
     scene.assert_gone()
-    assert down["duration_s"] < 5.0
+    assert down["duration_s"] < STOPPED_S
 
 
 def test_kill_of_the_trainer_leaves_nothing(scene: Scene) -> None:
     os.kill(scene.up["pid"], signal.SIGKILL)
-    scene.peer.process.wait(10)
+    scene.peer.process.wait(GONE_TIMEOUT_S)
     scene.assert_gone()
 
 
 def test_kill_of_trainer_and_dht_process_at_once_leaves_no_process_and_no_port(scene: Scene) -> None:
     os.killpg(scene.up["pid"], signal.SIGKILL)
-    scene.peer.process.wait(10)
+    scene.peer.process.wait(GONE_TIMEOUT_S)
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while left := [pid for pid in scene.before.processes if is_alive(pid)]:
         assert time.monotonic() < deadline, f"still there: {left}"
@@ -84,13 +88,13 @@ def test_kill_of_trainer_and_dht_process_at_once_leaves_no_process_and_no_port(s
 
 def test_sigterm_of_a_trainer_without_a_handler_leaves_nothing(scene: Scene) -> None:
     os.kill(scene.up["pid"], signal.SIGTERM)
-    assert scene.peer.process.wait(10) == -signal.SIGTERM
+    assert scene.peer.process.wait(GONE_TIMEOUT_S) == -signal.SIGTERM
     scene.assert_gone()
 
 
 def test_sigterm_of_the_whole_group_leaves_nothing(scene: Scene) -> None:
     os.killpg(scene.up["pid"], signal.SIGTERM)
-    scene.peer.process.wait(10)
+    scene.peer.process.wait(GONE_TIMEOUT_S)
     scene.assert_gone()
 
 
@@ -100,7 +104,7 @@ def test_ctrl_c_stops_only_the_trainer_which_stops_the_rest(scene: Scene) -> Non
     assert is_alive(scene.up["dht_pid"])
     assert os.getpgid(scene.daemon) != os.getpgid(scene.up["pid"]), "the daemon gets nothing from the terminal"
     os.killpg(scene.up["pid"], signal.SIGINT)
-    scene.peer.process.wait(20)
+    scene.peer.process.wait(GONE_TIMEOUT_S)
     scene.assert_gone()
 
 
@@ -131,4 +135,4 @@ def test_a_frozen_process_does_not_keep_a_peer_from_stopping(frozen: str, scene:
     os.kill(scene.daemon if frozen == "daemon" else scene.up["dht_pid"], signal.SIGSTOP)
     down = scene.peer.stop()
     scene.assert_gone()
-    assert down["duration_s"] < 15.0
+    assert down["duration_s"] < STOPPED_S

@@ -211,7 +211,7 @@ def test_a_daemon_that_never_starts_is_given_up_with_its_last_words(
     began = time.monotonic()
     with pytest.raises(DaemonError, match=r"(?s)startup_timeout=3.*still thinking"):
         bench.network(startup_timeout=3.0).start()
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 60.0, "far beyond startup_timeout"
 
 
 def test_a_daemon_that_dies_while_starting_is_reported_with_its_last_words(
@@ -364,7 +364,7 @@ def test_the_death_of_the_daemon_is_seen(bench: Bench) -> None:
     network.start()
     (pid,) = network.sockets.daemon_pids()
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 30.0
     while network.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.02)

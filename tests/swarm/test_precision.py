@@ -6,6 +6,7 @@ import pytest
 
 from swarm.checks import assert_complete, assert_in_step, assert_ledger
 from swarm.harness import Swarm
+from swarm.replay import distance, replay
 
 pytestmark = pytest.mark.swarm
 
@@ -42,6 +43,11 @@ def test_16_mixed_unscales_before_averaging(swarm: Swarm) -> None:
     assert_complete(peers, [1, 2, 3])
     assert_in_step(peers, [1, 2, 3])
     assert_ledger(peers)
+    # half precision against the whole: what differs is rounding, and not a scale
+    expected = replay(peers, 3)
+    moved = distance(expected[3], expected[0])
+    assert moved > 1e-3
+    assert distance(peers[0].parameters(3), expected[3]) < 0.02 * moved
 
 
 def test_one_peer_in_16_mixed_is_a_plain_trainer_bit_for_bit(swarm: Swarm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ def test_validation_of_a_delayed_run_sees_the_committed_step(swarm: Swarm) -> No
     expected = replay([peer], 1)
     first = peer.said("validated")[0]
     assert first["epoch"] == 1
-    assert first["digest"] != peer.commits[0].digest
     assert distance(expected[1], expected[0]) > 1e-4
+    assert distance(peer.parameters(f"validated_{first['batch']}"), expected[1]) < 1e-6
 
 
 def test_early_stopping_on_one_peer_stops_both_at_the_same_epoch(swarm: Swarm) -> None:
@@ -241,6 +242,17 @@ def test_sparse_gradients_are_averaged_as_dense_ones(swarm: Swarm) -> None:
     peer.wait_exit()
     assert found["sparse"] == found["dense"]
     assert found["sparse"] != found["initial"]
+
+
+def test_batch_size_counts_batches_of_unknown_size(swarm: Swarm) -> None:
+    peer = swarm.launch(
+        PeerSpec(scenario="swarm.scenarios:batch_without_size", strategy={"batch_size": 3, "target_batch_size": 6})
+    )
+    peer.wait_for("trained", timeout_s=START_S)
+    peer.wait_exit()
+    written = [json.loads(line) for line in (peer.folder / "events.jsonl").read_text().splitlines()]
+    assert [event["batch_samples"] for event in written if event["event"] == "BatchAccumulated"] == [3, 3]
+    assert [event["samples"] for event in written if event["event"] == "EpochCommitted"] == [6]
 
 
 def test_every_peer_is_global_zero_and_writes_its_own_files(swarm: Swarm) -> None:

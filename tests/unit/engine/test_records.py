@@ -22,11 +22,12 @@ IDS = ("12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ", "QmSoLPppuBtQSGwK
 
 
 class MemoryDHT:
-    """All peers' records; every peer's first look waits until ``lookers`` peers look at the same time."""
+    """All peers' records."""
 
-    def __init__(self, lookers: int = 1) -> None:
+    def __init__(self) -> None:
         self.entries: dict[str, Any] = {}
-        self._together = threading.Barrier(lookers)
+        #: if given, every peer's next look waits for the others' next look
+        self.together: threading.Barrier | None = None
         self._looked = threading.local()
 
     def store(self, key: str, value: bytes, expiration: float, subkey: str, return_future: bool) -> Future[Any]:
@@ -35,9 +36,9 @@ class MemoryDHT:
 
     def get(self, key: str, latest: bool, return_future: bool) -> Future[Any]:
         found = dict(self.entries)
-        if not hasattr(self._looked, "once"):
+        if self.together is not None and not hasattr(self._looked, "once"):
             self._looked.once = True
-            self._together.wait(10)
+            self.together.wait(10)
         return answer(ValueWithExpiration(found, 0.0) if found else None)
 
 
@@ -87,8 +88,9 @@ def test_equal_models_are_of_one_run_and_unlike_ones_are_refused_by_name(peers: 
 
 
 def test_unlike_peers_that_start_at_the_same_time_do_not_miss_each_other(peers: Peers) -> None:
-    peers.dht = MemoryDHT(lookers=2)
     pair = [peers.make(["a (3,)"]), peers.make(["a (4,)"])]
+    assert all(one._records.refresh(10.0) for one in pair)  # what their threads do first is over
+    peers.dht.together = threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
         refusals = list(pool.map(refusal, pair))
     assert any(refusals)
