@@ -71,3 +71,16 @@ def test_an_engine_that_fails_to_start_leaves_nothing(swarm: Swarm) -> None:
     assert peer.wait_for("raised", timeout_s=60)["kind"] == "ZeroDivisionError"
     peer.wait_exit(code=1)
     peer.assert_clean()
+
+
+def test_a_late_client_whom_nobody_can_give_the_state_averages_with_nobody(swarm: Swarm) -> None:
+    """All trainers are clients behind a helper: hivemind would let it average at another global step, for good."""
+    swarm.start(1, together=False, strategy={"auxiliary": True}, trainer=ENDLESS)
+    client = {"client_mode": True, "tracker_opts": {"metadata_expiration": 15.0}}
+    (first,) = swarm.start(1, together=False, strategy=client, trainer=ENDLESS, delay_s=0.1)
+    first.wait_epoch(3)
+    (late,) = swarm.start(1, together=False, strategy=client, trainer=ENDLESS, delay_s=0.1)
+    error = late.wait_for("raised", timeout_s=120)
+    assert error["kind"] == "StateError", error["trace"]
+    assert "must be reachable (not in client_mode)" in error["text"]
+    assert not late.said("EpochCommitted")

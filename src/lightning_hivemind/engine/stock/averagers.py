@@ -205,7 +205,8 @@ class TrainingState(TrainingStateAverager):  # type: ignore[misc]
         #: held while parameters and epoch change, so that a joiner never downloads half a step
         self.lock_commit = threading.RLock()
         super().__init__(*args, **kwargs)
-        if torch.cuda.is_initialized():  # the current device is each thread's own; hivemind steps in this one's only
+        # the current device is each thread's own, and hivemind steps in this thread only
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.step_executor.submit(torch.cuda.set_device, torch.cuda.current_device())
 
     def _update_scheduler(self) -> None:

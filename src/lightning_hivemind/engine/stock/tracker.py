@@ -147,4 +147,9 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         if mine is not None or self.local_progress.samples_accumulated > 0:
             expiration = mine.expiration_time if mine is not None else self.local_progress.time
             records[self._local_public_key] = ValueWithExpiration(self.local_progress.dict(), expiration)
-        return super()._parse_swarm_progress_data(records)
+        progress = super()._parse_swarm_progress_data(records)
+        if self.client_mode and all(peer.client_mode for peer in self._others.values()):
+            # hivemind counts no client's epoch, since no client can give its state; where all are clients, a late one
+            # would average with peers of another epoch
+            progress.epoch = max([progress.epoch, *(peer.epoch for peer in self._others.values())])
+        return progress
