@@ -105,6 +105,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         self.events.subscribe(LogSubscriber(verbose=verbose))
         self._network: PeerNetwork | None = None
         self._session: TrainingSession | None = None
+        self.extra_tensors = self.arguments.extra_tensors
         self._batch_samples = 0
         self._last_epoch = 0
         self._left = False
@@ -143,7 +144,13 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def setup(self, trainer: Trainer) -> None:
         """Move the model, make its optimizer, and (when fitting) become a peer of the swarm."""
+        assert self.model is not None
+        names = {id(buffer): name for name, buffer in self.model.named_buffers()}
         super().setup(trainer)
+        # converting and moving a module replaces its buffers: the new ones are meant
+        self.extra_tensors = tuple(
+            self.model.get_buffer(names[id(one)]) if id(one) in names else one for one in self.extra_tensors
+        )
         if self._session_wanted():
             self._start_swarm(trainer)
 

@@ -1,10 +1,12 @@
-"""What the strategy does when a fit is over."""
+"""What the strategy does before a fit and when it is over."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 
 pytest.importorskip("hivemind")
@@ -77,3 +79,33 @@ def test_before_any_fit_asking_for_the_dht_starts_it(monkeypatch: pytest.MonkeyP
     started: Any = type("Network", (), {"dht": object()})
     monkeypatch.setattr(strategy, "_started_network", lambda: started)
     assert strategy.dht is started.dht
+
+
+class Normed(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.norm(batch)
+
+
+def test_extra_tensors_that_are_buffers_stay_the_modules_own_when_it_is_moved_or_converted() -> None:
+    """Twice, since a fit may follow: ``Module.to`` replaces the buffers, and what was given would be an orphan."""
+    model, other = Normed(), torch.zeros(1)
+    assert model.norm.running_mean is not None
+    given = [model.norm.running_mean, other]
+    strategy: Any = HivemindStrategy(target_batch_size=8, initial_peers=[], extra_tensors=given)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        precision="bf16-true",
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    for _ in range(2):
+        trainer.validate(model, torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2), verbose=False)
+        assert strategy.extra_tensors[0] is model.norm.running_mean
+        assert strategy.extra_tensors[1] is other
+    assert strategy.extra_tensors[0] is not given[0]

@@ -16,6 +16,7 @@ def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
     _check_accumulation(trainer)
     _check_devices(strategy)
     _check_optimizers(arguments, strategy, trainer)
+    _check_extra_tensors(arguments, strategy)
     _check_dtypes(arguments, trainer.lightning_module, strategy.optimizers[0])
 
 
@@ -69,6 +70,15 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
         )
     if strategy.lr_scheduler_configs and arguments.scheduler_fn is not None:
         raise ArgumentError("configure_optimizers returned a scheduler, and scheduler_fn is given, too. Keep one.")
+
+
+def _check_extra_tensors(arguments: Arguments, strategy: Any) -> None:
+    elsewhere = [one.device for one in strategy.extra_tensors if one.device.type != "cpu"]
+    if elsewhere and arguments.offload_optimizer:
+        raise ArgumentError(
+            f"extra_tensors on {elsewhere[0]} with offload_optimizer (or a delay, which offloads): everything that is"
+            " averaged then lies in host memory. Leave offload_optimizer and the delays away, or extra_tensors."
+        )
 
 
 def _check_dtypes(arguments: Arguments, module: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -62,7 +62,7 @@ class TrainingSession:
             make_scheduler=self._make_scheduler,
             advance_schedulers=self._schedulers.advance,
             before_optimizer_step=self._before_optimizer_step,
-            extra_tensors=self._a.extra_tensors,
+            extra_tensors=self._strategy.extra_tensors,
             schema=self._schema(parameters),
             should_abort=self._should_abort,
         )

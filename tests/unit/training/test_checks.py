@@ -61,3 +61,10 @@ def test_what_two_peers_can_train_in_is_let_through(precision: str) -> None:
     check(precision)
     if precision in ("32-true", "bf16-mixed"):
         check(precision, offload_optimizer=True)
+
+
+def test_extra_tensors_on_a_device_exclude_a_host_optimizer() -> None:
+    there = torch.zeros(1, device="meta")
+    with pytest.raises(ArgumentError, match=r"extra_tensors on meta.*offload_optimizer"):
+        check("32-true", extra_tensors=[there], offload_optimizer=True)
+    check("32-true", extra_tensors=[there])
