@@ -22,12 +22,11 @@ class StepOutcome:
     """What one call of :meth:`Engine.step` changed.
 
     ``epoch`` is the number of global steps that are in the parameters or, in the delayed modes, under way;
-    ``committed`` says that it grew by a step of ours, ``adopted`` that the swarm's state was loaded instead.
+    ``committed`` says that it grew by a step of ours; otherwise the swarm's state may have been loaded.
     """
 
     epoch: int
     committed: bool
-    adopted: bool
 
 
 @dataclass(frozen=True, kw_only=True)

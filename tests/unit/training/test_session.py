@@ -68,7 +68,7 @@ class CountingEngine:
         self.epoch = epoch
 
     def synchronise(self) -> StepOutcome:
-        return StepOutcome(epoch=self.epoch, committed=False, adopted=False)
+        return StepOutcome(epoch=self.epoch, committed=False)
 
 
 @pytest.mark.parametrize("loaded", [0, 3], ids=["second fit", "plain checkpoint"])

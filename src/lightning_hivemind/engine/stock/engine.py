@@ -15,10 +15,10 @@ from hivemind.p2p import PeerID
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
-from lightning_hivemind.engine.records import SwarmRecords
 from lightning_hivemind.engine.stock.adoption import load_local_parameters
 from lightning_hivemind.engine.stock.build import Parts, build_parts
 from lightning_hivemind.engine.stock.epoch import EpochRounds, Missed, NotNow
+from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.engine.worker import Worker
 from lightning_hivemind.errors import DaemonError, EngineStuckError, StateError
 from lightning_hivemind.events import (
@@ -89,32 +89,30 @@ class StockEngine:
         joins = bool(self._a.initial_peers)
         session = self._require_session()
         self._in_worker(session.look_around, "a look at the other peers", self._limit_s)
-        adopted = False
         if self._a.auxiliary:
             self._in_worker(session.follow, "following the swarm", self._limit_s)
         elif parts.tracker.global_epoch > self.epoch or (joins and self.epoch == 0):
-            adopted = self._adopt_at_start()
+            self._adopt_at_start()
         if not self._a.client_mode and not self._a.auxiliary:
             parts.state.allow_state_sharing = True
         self._count_peers()
         self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self._num_peers))
-        return StepOutcome(epoch=self.epoch, committed=False, adopted=adopted)
+        return StepOutcome(epoch=self.epoch, committed=False)
 
-    def _adopt_at_start(self) -> bool:
+    def _adopt_at_start(self) -> None:
         """A joiner begins with the parameters that the others have, also before their first step."""
         parts = self._require_parts()
         for attempt in range(START_ATTEMPTS):
             behind = parts.tracker.global_epoch > self.epoch
             if self._adopt(required=behind):
-                return True
+                return
             if not behind and not self._num_trainers():
-                return False
+                return
             time.sleep(ADOPT_PAUSE_S if attempt < START_ATTEMPTS - 1 else 0.0)
         if self._adoption_error is not None:
             raise self._adoption_error  # somebody shares a state, and it does not fit
         action = "starting with this peer's own parameters; the first averaging of the state makes them equal"
         self._events.emit(StateUnavailable(epoch=self.epoch, reason="no peer shares its state", action=action))
-        return False
 
     def _num_trainers(self) -> int:
         """Other live peers that train, as far as is known."""
@@ -158,7 +156,7 @@ class StockEngine:
         if not self._a.auxiliary:
             self._report_batch(batch_samples)
         if not parts.tracker.ready_to_update_epoch:
-            return StepOutcome(epoch=self.epoch, committed=False, adopted=False)
+            return StepOutcome(epoch=self.epoch, committed=False)
         return self._commit()
 
     def discard(self) -> int:
@@ -173,7 +171,7 @@ class StockEngine:
         except Missed:
             return self._catch_up(0)
         except NotNow:
-            return StepOutcome(epoch=self.epoch, committed=False, adopted=False)
+            return StepOutcome(epoch=self.epoch, committed=False)
         self._failed_adoptions, self._failing_since = 0, None
         self._share(self.epoch)
         self._events.emit(
@@ -187,7 +185,7 @@ class StockEngine:
         )
         if result.stop_requested:
             self._agree_to_stop(self.epoch)
-        return StepOutcome(epoch=self.epoch, committed=True, adopted=False)
+        return StepOutcome(epoch=self.epoch, committed=True)
 
     def _idle_until_due(self) -> None:
         deadline = time.monotonic() + 5 * IDLE_S
@@ -216,11 +214,11 @@ class StockEngine:
         """The swarm committed without this peer: drop what it has for the old epoch, and this batch; take its state."""
         if self._a.auxiliary:
             self._in_worker(self._require_session().follow, "following the swarm", self._limit_s)
-            return StepOutcome(epoch=self.epoch, committed=False, adopted=True)
+            return StepOutcome(epoch=self.epoch, committed=False)
         lost = self._require_session().discard() + batch_samples
         self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=lost))
-        adopted = self._adopt(required=True)
-        return StepOutcome(epoch=self.epoch, committed=False, adopted=adopted)
+        self._adopt(required=True)
+        return StepOutcome(epoch=self.epoch, committed=False)
 
     def _adopt(self, *, required: bool) -> bool:
         session, start = self._require_session(), time.monotonic()

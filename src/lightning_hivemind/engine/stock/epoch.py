@@ -22,11 +22,11 @@ from hivemind.averaging.control import StepControl
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
-from lightning_hivemind.engine.records import SwarmRecords
 from lightning_hivemind.engine.stock.adoption import adopt_state
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
 from lightning_hivemind.engine.stock.others import FRESH_S, Others
 from lightning_hivemind.engine.stock.rounds import POLL_S, RoundResult, await_round, cancel, note
+from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.events import DelayedRoundFinished, DhtSilent, EventBus, RoundIncomplete
 
 ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))

@@ -6,8 +6,8 @@ import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.engine.records import SwarmRecords
 from lightning_hivemind.engine.stock.build import Parts
+from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.events import DhtSilent, EventBus
 
 FRESH_S = 5.0  # how long the DHT may take for one look before a decision

@@ -15,7 +15,7 @@ pytest.importorskip("hivemind")
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.engine.records import MAX_METRICS, MAX_NAME_BYTES, MAX_PRINTED, SwarmRecords
+from lightning_hivemind.engine.swarm_records import MAX_METRICS, MAX_NAME_BYTES, MAX_PRINTED, SwarmRecords
 from lightning_hivemind.errors import ArgumentError, SchemaMismatchError
 
 IDS = ("12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ", "QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM")
@@ -117,7 +117,7 @@ def test_a_refused_name_does_not_spoil_the_others(peers: Peers, name: str) -> No
 
 def test_what_the_record_cannot_hold_does_not_spoil_later_calls(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     records = peers.make(["a (3,)"])
-    monkeypatch.setattr("lightning_hivemind.engine.records.MAX_NAME_BYTES", 4096)
+    monkeypatch.setattr("lightning_hivemind.engine.swarm_records.MAX_NAME_BYTES", 4096)
     with pytest.raises(ArgumentError, match="bytes"):
         records.mean("x" * 3000, 1.0, 1)
     assert records.mean("loss", 3.0, 1) == 3.0
