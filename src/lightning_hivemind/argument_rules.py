@@ -201,6 +201,25 @@ def _timeouts(values: Values) -> None:
         values["next_chunk_timeout"] = matchmaking
 
 
+def _averagers(values: Values) -> None:
+    """What hivemind's averagers accept, and then find no group with, or wait for one another for ever."""
+    options = dict(values["averager_opts"] or {})
+    for name in ("min_group_size", "target_group_size"):
+        size = options.get(name)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 2):
+            raise refusal(
+                "averager_opts", options, f"{name} is no whole number above 1", "a group has two peers or more"
+            )
+    least, most = options.get("min_group_size", 2), options.get("target_group_size")
+    if most is not None and least > most:
+        wrong = f"min_group_size={least} is above target_group_size={most}: no group is ever complete"
+        raise refusal("averager_opts", options, wrong, "lower min_group_size")
+    request = options.get("request_timeout")
+    if request is not None and not 0 < request < values["matchmaking_time"]:
+        wrong = f"request_timeout={request} is not below matchmaking_time={values['matchmaking_time']}"
+        raise refusal("averager_opts", options, wrong, "lower it, or peers wait for each other's answer in a circle")
+
+
 def _addresses(values: Values, peers_from: str) -> None:
     """Each address can work where it stands; raises AddressError otherwise."""
     check_peers(peers_from, values["initial_peers"])
@@ -230,4 +249,12 @@ def _network(values: Values, peers_from: str) -> None:
 
 
 # In this order: offload is resolved before the scheduler, whose rule depends on it.
-_RULES: tuple[Callable[[Values], None], ...] = (_local_updates, _delays, _offload, _scheduler, _auxiliary, _timeouts)
+_RULES: tuple[Callable[[Values], None], ...] = (
+    _local_updates,
+    _delays,
+    _offload,
+    _scheduler,
+    _auxiliary,
+    _timeouts,
+    _averagers,
+)

@@ -108,6 +108,10 @@ def test_delays_bring_what_they_need(given: dict[str, bool], offload: bool, step
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # one value
     ({"target_batch_size": 0}, "target_batch_size=0: is below 1; give an int, 1 or more"),
+    ({"averager_opts": {"target_group_size": 1}}, "target_group_size is no whole number above 1"),
+    ({"averager_opts": {"min_group_size": 2.0}}, "min_group_size is no whole number above 1"),
+    ({"averager_opts": {"min_group_size": 3, "target_group_size": 2}}, "lower min_group_size"),
+    ({"averager_opts": {"request_timeout": 5.0}}, "request_timeout=5.0 is not below matchmaking_time=5.0"),
     ({"target_batch_size": True}, "target_batch_size=True: a bool is not a whole number"),
     ({"target_batch_size": 64.0}, "target_batch_size=64.0: a float is not a whole number"),
     ({"batch_size": 0}, "batch_size=0: is below 1"),

@@ -27,13 +27,14 @@ from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 
 from lightning_hivemind.engine.stock.streams import Counting, Lingering
-from lightning_hivemind.errors import StateError
+from lightning_hivemind.errors import DaemonError, StateError
 from lightning_hivemind.network.lifetime import settle_child
 from lightning_hivemind.network.tasks import keep_tasks_alive
 
 log = logging.getLogger("lightning_hivemind")
 
 POLL_S = 0.2
+START_S = 120.0  # for a forked process to connect to the daemon, on a very busy machine
 DONOR_WAIT_S = 10.0
 DONOR_SILENCE_S = 15.0  # how long a donor may be silent; it may be in a round when it is asked
 
@@ -63,8 +64,18 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         # hivemind's own ignores SIGINT in the *trainer* here; the child does it for itself, in ``settle_child``
         self.start()
-        if await_ready:
-            self.wait_until_ready(timeout)
+        deadline = time.monotonic() + (START_S if timeout is None else timeout)
+        while await_ready:
+            try:
+                self.wait_until_ready(POLL_S)
+                return
+            except (FutureTimeoutError, TimeoutError):
+                if not self.is_alive() or time.monotonic() > deadline:
+                    raise DaemonError(
+                        f"an averager process (pid {self.pid}) did not start: "
+                        + (f"it has died with exit code {self.exitcode}." if not self.is_alive() else "no answer.")
+                        + " Is there enough memory? Nothing of this peer was changed."
+                    ) from None
 
     def run(self) -> None:
         settle_child(self._parent_pid, cleanup=self.dht._sockets.remove)
