@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from hivemind.p2p import PeerID
+
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.stock.build import Parts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
@@ -27,6 +29,10 @@ class Others:
             self._parts.tracker.refresh(FRESH_S)
         except (FutureTimeoutError, TimeoutError):
             self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
+
+    def alive(self, peers: frozenset[bytes]) -> int:
+        """How many of ``peers``, this one apart, have a record that has neither expired nor been taken back."""
+        return len({PeerID(peer).to_base58() for peer in peers} & self._records.peers)
 
     def lead(self, epoch: int) -> int:
         """How many epochs the swarm is ahead of ``epoch``."""
