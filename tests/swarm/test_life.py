@@ -113,7 +113,8 @@ def test_a_process_that_hangs_does_not_keep_the_peer_from_ending(swarm: Swarm, p
     first.wait_epoch(1)
     second.wait_epoch(1)
     os.kill(second.process(part), signal.SIGSTOP)
-    assert second.wait_for("raised", timeout_s=60)["kind"] == "EngineStuckError"
+    # seconds of DHT calls that hang with it may come before, each with its own limit
+    assert second.wait_for("raised", timeout_s=150)["kind"] == "EngineStuckError"
     second.wait_exit(code=1)
 
 
