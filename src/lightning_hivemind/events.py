@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import ClassVar
 
 log = logging.getLogger("lightning_hivemind")
+
+PROGRESS_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,18 +270,28 @@ def make_log_visible() -> None:
 
 
 class LogSubscriber:
-    """Writes events to the ``lightning_hivemind`` logger; with ``verbose`` even the small ones at INFO."""
+    """Writes events to the ``lightning_hivemind`` logger; with ``verbose`` even the small ones at INFO.
+
+    Without it one global step in 30 s is written, so that one sees how the run goes.
+    """
 
     def __init__(self, *, verbose: bool) -> None:
         self._least = logging.INFO if verbose else logging.DEBUG
         self._dropped = 0
+        self._next_progress = -math.inf
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchDropped):
             self._dropped += 1
             if self._dropped & (self._dropped - 1):
                 return  # said at the 1st, 2nd, 4th, 8th ... only; every one is an event for other subscribers
-        log.log(max(event.level, self._least), event.describe())
+        log.log(max(self._level(event), self._least), event.describe())
+
+    def _level(self, event: Event) -> int:
+        if isinstance(event, EpochCommitted) and time.monotonic() >= self._next_progress:
+            self._next_progress = time.monotonic() + PROGRESS_EVERY_S
+            return logging.INFO
+        return event.level
 
 
 class JsonLinesSubscriber:

@@ -154,6 +154,17 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         if self._session_wanted():
             self._start_swarm(trainer)
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise ArgumentError(  # Lightning's own fix, manual optimization, is none in a swarm
+                "configure_optimizers returned several optimizers: a swarm trains with exactly one. Put all parameters"
+                " into one optimizer, with param groups for unlike settings."
+            ) from None
+
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)

@@ -157,8 +157,9 @@ def test_a_gradient_accumulation_scheduler_is_refused(swarm: Swarm) -> None:
 
 
 def test_several_optimizers_are_refused(swarm: Swarm) -> None:
-    """Lightning allows them in manual optimization only."""
+    """Lightning allows them in manual optimization only, and says so; in a swarm that is no fix."""
     assert "optimizer" in refused(swarm, model={"optimizers": 2, "manual": True})
+    assert "exactly one" in refused(swarm, model={"optimizers": 2})
 
 
 def test_reduce_on_plateau_is_refused(swarm: Swarm) -> None:

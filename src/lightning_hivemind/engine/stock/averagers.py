@@ -15,6 +15,7 @@ import multiprocessing as mp
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from functools import cache, partial
@@ -33,6 +34,7 @@ from lightning_hivemind.network.tasks import keep_tasks_alive
 
 log = logging.getLogger("lightning_hivemind")
 
+LEAST_WEIGHT = 1e-6
 POLL_S = 0.2
 START_S = 120.0  # for a forked process to connect to the daemon, on a very busy machine
 DONOR_WAIT_S = 10.0
@@ -104,7 +106,12 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
 
     async def _step(self, *, step: Any, **kwargs: Any) -> None:
         self._control = step
-        await super()._step(step=step, **kwargs)
+        try:
+            await super()._step(step=step, **kwargs)
+        except InvalidStateError:
+            if not step.cancelled():
+                raise
+            log.debug("a round was given up just as it ended")
 
     async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
         self._received.value = 1.0
@@ -156,6 +163,23 @@ class SampleWeighted(GradientAverager):  # type: ignore[misc]
                 target.copy_(accumulated, non_blocking=False)
                 if scale != 1.0:
                     target.mul_(scale)
+
+    @property
+    def weight(self) -> float:
+        """Samples; a little where there are none, since hivemind divides by the sum of all weights."""
+        return max(float(self.local_samples_accumulated), LEAST_WEIGHT)
+
+    @torch.no_grad()
+    def copy_averaged_to(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Put the averaged gradients into ``grad`` of these, which may be on another device."""
+        with self.get_tensors() as averaged:
+            for parameter, gradient in zip(parameters, averaged, strict=True):
+                if not parameter.requires_grad:
+                    parameter.grad = None  # frozen: a zero gradient would still let weight decay change it
+                elif parameter.grad is None or parameter.grad.is_sparse:  # what was averaged is dense
+                    parameter.grad = gradient.to(parameter.device, copy=True)
+                else:
+                    parameter.grad.copy_(gradient)
 
     def load_codec_state(self, timeout_s: float) -> None:
         """Take over what a codec carries from round to round (PowerSGD's Q), if this averager carries anything."""

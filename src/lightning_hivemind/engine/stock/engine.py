@@ -17,7 +17,8 @@ from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
 from lightning_hivemind.engine.stock.adoption import load_local_parameters
 from lightning_hivemind.engine.stock.build import Parts, build_parts
-from lightning_hivemind.engine.stock.epoch import EpochRounds, Missed, NotNow
+from lightning_hivemind.engine.stock.epoch import EpochRounds
+from lightning_hivemind.engine.stock.rounds import Missed, NotNow
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.engine.worker import Worker
 from lightning_hivemind.errors import DaemonError, EngineStuckError, StateError
@@ -171,6 +172,11 @@ class StockEngine:
         except Missed:
             return self._catch_up(0)
         except NotNow:
+            return StepOutcome(epoch=self.epoch, committed=False)
+        except EngineStuckError:
+            if not self._training.should_abort():
+                raise
+            # this peer is being stopped, and its helpers perhaps already were: that is the reason, not the round
             return StepOutcome(epoch=self.epoch, committed=False)
         self._failed_adoptions, self._failing_since = 0, None
         self._share(self.epoch)

@@ -25,21 +25,19 @@ from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.stock.adoption import adopt_state
 from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
 from lightning_hivemind.engine.stock.others import FRESH_S, Others
-from lightning_hivemind.engine.stock.rounds import POLL_S, RoundResult, await_round, cancel, note
+from lightning_hivemind.engine.stock.rounds import (
+    ALONE,
+    POLL_S,
+    UNDER_WAY,
+    Missed,
+    NotNow,
+    RoundResult,
+    await_round,
+    cancel,
+    note,
+)
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.events import DelayedRoundFinished, DhtSilent, EventBus, RoundIncomplete
-
-ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
-UNDER_WAY = RoundResult(fraction=0.0)
-LEAST_WEIGHT = 1e-6
-
-
-class Missed(Exception):
-    """The other peers committed this epoch without us: our gradient is of no use any more."""
-
-
-class NotNow(Exception):
-    """Nothing was changed: this peer is stopping, or nobody has a gradient to step on."""
 
 
 class EpochRounds:
@@ -49,15 +47,14 @@ class EpochRounds:
         self, arguments: Arguments, parts: Parts, records: SwarmRecords, training: PeerTraining, events: EventBus
     ) -> None:
         self._a, self._parts = arguments, parts
-        self._others = Others(arguments, parts, records, events)
+        self._others = Others(arguments, parts, records, events, self._should_abort)
         self._training, self._events = training, events
         self._grad_control: StepControl | None = None
         self._state_control: StepControl | None = None
         self._background_state: tuple[Future[RoundResult], int, int] | None = None
         self._background_notes: dict[bytes, dict[str, Any]] = {}
         self._delayed_result: RoundResult | None = None
-        self._last_members: frozenset[bytes] = frozenset()
-        self._companions: frozenset[bytes] = frozenset()  # of the last group that there was, until we go on alone
+        self._last_members = self._companions = frozenset[bytes]()  # the latter: until we go on alone
         self._cancelled = threading.Event()  # what is under way must come back; the next call may work again
         self._closing = threading.Event()
         self.stop_wanted = False
@@ -162,8 +159,7 @@ class EpochRounds:
         """Going on alone, though peers that were in the last whole group have not said that they left: said once."""
         silent = self._others.alive(self._companions)
         if silent:
-            reason = "no word of their progress from peers that have not left"
-            result = RoundResult(fraction=0.0, reason=reason)
+            result = RoundResult(fraction=0.0, reason="no word of their progress from peers that have not left")
             self._incomplete("gradients", self._epoch, result, silent, "going on alone until they are heard again")
         self._companions = frozenset()
 
@@ -179,8 +175,7 @@ class EpochRounds:
         self._grad_control = control = grads.schedule_step(
             timeout=self._a.averaging_timeout, gather=note(stop=self.stop_wanted, auxiliary=self._a.auxiliary)
         )
-        # never all zeros: hivemind divides by their sum
-        weight = None if self._a.auxiliary else max(grads.local_samples_accumulated, LEAST_WEIGHT)
+        weight = None if self._a.auxiliary else grads.weight
         grads.step(weight=weight, control=control, reset_accumulators=False, wait=False)
         if not self._a.delay_grad_averaging:
             return self._finish_gradients(control, epoch, len(others), backup=None), None
@@ -328,14 +323,7 @@ class EpochRounds:
             return
         grads, optimizer = self._grads, self._parts.state.optimizer
         if not self._a.offload_optimizer:
-            with torch.no_grad(), grads.get_tensors() as averaged:
-                for parameter, gradient in zip(optimizer_parameters(optimizer), averaged, strict=True):
-                    if not parameter.requires_grad:
-                        parameter.grad = None  # frozen: a zero gradient would still let weight decay change it
-                    elif parameter.grad is None or parameter.grad.is_sparse:  # what was averaged is dense
-                        parameter.grad = gradient.to(parameter.device, copy=True)
-                    else:
-                        parameter.grad.copy_(gradient)
+            grads.copy_averaged_to(optimizer_parameters(optimizer))
         grads.notify_used_averaged_gradients()
         self._training.before_optimizer_step(optimizer)
 

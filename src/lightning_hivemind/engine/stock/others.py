@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from hivemind.p2p import PeerID
@@ -18,15 +19,23 @@ FRESH_S = 5.0  # how long the DHT may take for one look before a decision
 class Others:
     """What one peer knows of the others. Call it only while the tracker is paused (``pause_updates``)."""
 
-    def __init__(self, arguments: Arguments, parts: Parts, records: SwarmRecords, events: EventBus) -> None:
+    def __init__(
+        self,
+        arguments: Arguments,
+        parts: Parts,
+        records: SwarmRecords,
+        events: EventBus,
+        should_abort: Callable[[], bool],
+    ) -> None:
         self._a, self._parts, self._records, self._events = arguments, parts, records, events
+        self._should_abort = should_abort
         self._group_size: int | None = None
 
     def look(self) -> None:
         """Read the others' progress; if the DHT is silent, decide with what is known."""
         start = time.monotonic()
         try:
-            self._parts.tracker.refresh(FRESH_S)
+            self._parts.tracker.refresh(FRESH_S, self._should_abort)
         except (FutureTimeoutError, TimeoutError):
             self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
 

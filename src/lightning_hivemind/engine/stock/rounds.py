@@ -46,6 +46,18 @@ class RoundResult:
         return any(note.get("stop") is True for note in self.notes.values())
 
 
+ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
+UNDER_WAY = RoundResult(fraction=0.0)
+
+
+class Missed(Exception):
+    """The other peers committed this epoch without us: our gradient is of no use any more."""
+
+
+class NotNow(Exception):
+    """Nothing was changed: this peer is stopping, or nobody has a gradient to step on."""
+
+
 def note(*, stop: bool, auxiliary: bool) -> dict[str, Any]:
     """The small message that every member of a group gets from every other, before the values are exchanged."""
     return {"stop": stop, "aux": auxiliary}

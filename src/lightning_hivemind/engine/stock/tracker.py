@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from hivemind.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
@@ -13,6 +15,7 @@ from hivemind.utils.asyncio import enter_asynchronously
 
 log = logging.getLogger("lightning_hivemind")
 
+ABORT_POLL_S = 0.2
 POLL_S = 0.01  # between two looks at whether the DHT has answered: milliseconds, as a rule
 
 
@@ -66,15 +69,24 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         )
         stored.result(timeout_s)
 
-    def refresh(self, timeout_s: float) -> None:
+    def refresh(self, timeout_s: float, should_abort: Callable[[], bool]) -> None:
         """Read the others' reports now. Call it only inside ``pause_updates``.
 
         Raises:
-            TimeoutError: the DHT did not answer. What was known stays known.
+            TimeoutError: the DHT did not answer. What was known stays known; also when this peer is to stop.
         """
         self._looks += 1
-        found = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout_s)
-        self.global_progress = self._parse_swarm_progress_data(found.value if found is not None else None)
+        future = self.dht.get(self.training_progress_key, latest=True, return_future=True)
+        deadline = time.monotonic() + timeout_s
+        while not should_abort():
+            try:
+                found = future.result(min(ABORT_POLL_S, max(0.0, deadline - time.monotonic())))
+            except (FutureTimeoutError, TimeoutError):
+                if time.monotonic() >= deadline:
+                    raise
+                continue
+            self.global_progress = self._parse_swarm_progress_data(found.value if found is not None else None)
+            return
 
     def run(self) -> None:
         """The tracker's thread; unlike hivemind's, it leaves no task behind to complain at exit."""

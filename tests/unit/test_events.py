@@ -1,0 +1,29 @@
+"""What a user reads without asking for more."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lightning_hivemind import events
+
+
+def committed(epoch: int) -> events.EpochCommitted:
+    return events.EpochCommitted(epoch=epoch, samples=8, contributors=2, fraction=1.0, duration_s=0.1)
+
+
+@pytest.mark.parametrize(("verbose", "said"), [(False, [1, 3]), (True, [1, 2, 3])])
+def test_a_global_step_is_written_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, verbose: bool, said: list[int]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(events.time, "monotonic", lambda: now)
+    monkeypatch.setattr(events.log, "propagate", True)
+    subscriber = events.LogSubscriber(verbose=verbose)
+    with caplog.at_level(logging.INFO, logger="lightning_hivemind"):
+        subscriber(committed(1))
+        subscriber(committed(2))
+        now += events.PROGRESS_EVERY_S
+        subscriber(committed(3))
+    assert [text.split(":")[0] for text in caplog.messages] == [f"global step {epoch}" for epoch in said]
