@@ -47,25 +47,6 @@ def test_a_silent_dht_is_told_and_training_goes_on_when_it_answers_again(swarm: 
     )
 
 
-def test_going_on_alone_while_the_others_live_is_told_once(swarm: Swarm) -> None:
-    """The daemon stands still, as a link that is down: nobody left, and nobody is heard."""
-    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
-    first.wait_epoch(1)
-    second.wait_epoch(1)
-    daemon = second.process("daemon")
-    os.kill(daemon, signal.SIGSTOP)
-    action = "going on alone until they are heard again"
-    told = first.wait_for("RoundIncomplete", action=action, timeout_s=90)
-    assert told["expected"] == 2
-    first.wait_epoch(told["epoch"] + 4)
-    assert len(first.said("RoundIncomplete", action=action)) == 1
-    os.kill(daemon, signal.SIGCONT)
-    together = len(first.said("EpochCommitted", contributors=2))
-    first.wait_until(
-        lambda: len(first.said("EpochCommitted", contributors=2)) >= together + 2, timeout_s=90, what="rounds of two"
-    )
-
-
 def test_the_wish_to_stop_travels_with_delayed_averaging_of_local_updates(swarm: Swarm) -> None:
     """The only round of such a peer ends after the commit that began it."""
     stopping = "[pl.callbacks.EarlyStopping('val_loss', patience=1)]"

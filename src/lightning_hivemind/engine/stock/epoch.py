@@ -54,7 +54,7 @@ class EpochRounds:
         self._background_state: tuple[Future[RoundResult], int, int] | None = None
         self._background_notes: dict[bytes, dict[str, Any]] = {}
         self._delayed_result: RoundResult | None = None
-        self._last_members = self._companions = frozenset[bytes]()  # the latter: until we go on alone
+        self._last_members: frozenset[bytes] = frozenset()
         self._cancelled = threading.Event()  # what is under way must come back; the next call may work again
         self._closing = threading.Event()
         self.stop_wanted = False
@@ -139,8 +139,6 @@ class EpochRounds:
             others = self._expected_others()
             if others:
                 self._others.resize_groups(1 + len(others))
-            else:
-                self._tell_silence()
             result, trigger = (UNDER_WAY if others else self._alone()), None
             if parts.grads is not None:
                 result, trigger = self._gradient_phase(others)
@@ -154,14 +152,6 @@ class EpochRounds:
                 delayed, self._delayed_result = self._delayed_result, None
                 return RoundResult(fraction=0.0, notes=delayed.notes)
             return result
-
-    def _tell_silence(self) -> None:
-        """Going on alone, though peers that were in the last whole group have not said that they left: said once."""
-        silent = self._others.alive(self._companions)
-        if silent:
-            result = RoundResult(fraction=0.0, reason="no word of their progress from peers that have not left")
-            self._incomplete("gradients", self._epoch, result, silent, "going on alone until they are heard again")
-        self._companions = frozenset()
 
     def _gradient_phase(self, others: set[bytes]) -> tuple[RoundResult, Any]:
         """Average gradients, or start to: returns what is known, and what the optimizer step must wait for."""
@@ -217,7 +207,6 @@ class EpochRounds:
             reason = f"{result.contributors} of {others + 1} expected peers were in the group"
             self._incomplete("gradients", epoch, replace(result, reason=reason), others, "stepped with them")
         self._last_members = result.members
-        self._companions = result.members or self._companions
         self._use_gradients()
         return result if result.succeeded else replace(ALONE, met=bool(result.members))
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from hivemind.p2p import PeerID
-
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.stock.build import Parts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
@@ -38,10 +36,6 @@ class Others:
             self._parts.tracker.refresh(FRESH_S, self._should_abort)
         except (FutureTimeoutError, TimeoutError):
             self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
-
-    def alive(self, peers: frozenset[bytes]) -> int:
-        """How many of ``peers``, this one apart, have a record that has neither expired nor been taken back."""
-        return len({PeerID(peer).to_base58() for peer in peers} & self._records.peers)
 
     def lead(self, epoch: int) -> int:
         """How many epochs the swarm is ahead of ``epoch``."""

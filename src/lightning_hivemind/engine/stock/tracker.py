@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -135,6 +136,12 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
             # a round that never came back holds it, and a thread of hivemind's pool waits for it, which the interpreter
             # joins at exit: without this the process would print its error and never end
             self.lock_global_progress.release()
+        # from a thread: the pipe to the DHT process may be full, and nobody may be reading it
+        withdrawing = threading.Thread(target=self._withdraw, args=(timeout,), name="tracker-withdrawal", daemon=True)
+        withdrawing.start()
+        withdrawing.join(timeout)
+
+    def _withdraw(self, timeout: float | None) -> None:
         withdrawn = self.dht.store(
             self.training_progress_key,
             subkey=self._local_public_key,
