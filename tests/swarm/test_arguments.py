@@ -75,8 +75,10 @@ def test_options_of_the_averagers_reach_both(swarm: Swarm, local: bool, kind: st
         (failed,) = peer.said("RoundIncomplete", kind=kind, fraction=0.0)
         if kind == "gradients":
             assert failed["reason"] == "no group found in 4.0 s", "not 1.5 times matchmaking_time and a second"
-            # the fallback is this peer's own gradient, and not zero
-            assert distance(peer.parameters(1), next_step([peer], 1)) < 1e-6
+            # the fallback is this peer's own gradient, and not zero; a peer without samples takes the other's state
+            if peer.commits[1].samples:
+                assert distance(peer.parameters(1), next_step([peer], 1)) < 1e-6
+    assert any(peer.commits[1].samples for peer in peers)
 
 
 def test_a_fixed_group_size_is_kept(swarm: Swarm) -> None:
