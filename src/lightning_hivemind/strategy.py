@@ -245,7 +245,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         Takes ``shutdown_timeout`` for the averagers and four seconds for the network, at most.
         """
         session, self._session = self._session, None
-        network, self._network = self._network, None
+        network = None
+        if session is not None or self._session_wanted():  # a DHT that was asked for outlives validate() before the fit
+            network, self._network = self._network, None
         try:
             if session is not None:
                 self._last_epoch, self._left = session.epoch, True
@@ -313,7 +315,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     # ------------------------------------------------------------------ private
 
     def _session_wanted(self) -> bool:
-        assert self.lightning_module is not None
+        if self.lightning_module is None:
+            return True
         return str(getattr(self.lightning_module.trainer.state.fn, "value", "")) == "fit"
 
     def _start_swarm(self, trainer: Trainer) -> None:

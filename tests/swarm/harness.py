@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from swarm.processes import Footprint, descendants, footprint, parent_of, state_of, still_there, wait_until
-from swarm.spec import PeerSpec
+from swarm.spec import ENDLESS, PeerSpec
 
 #: how long a test waits for a peer to end and for nothing of it to be left. No promise: on a busy machine all takes
 #: several times as long. Leaving within PROMISED_S is one, judged by what the peer itself measured (``left``).
@@ -375,6 +375,16 @@ class Swarm:
             for peer in started:
                 peer.go()
         return started
+
+    def in_a_round_with_a_frozen_peer(self) -> Peer:
+        """A peer in a round that will wait 40 s for another one, which is frozen."""
+        waits = {"matchmaking_time": 40.0, "next_chunk_timeout": 2.0, "averaging_timeout": 120.0}
+        first, second = self.start(2, trainer=ENDLESS, strategy=waits, delay_s=0.05)
+        first.wait_epoch(1, timeout_s=90)
+        second.freeze()
+        rounds = len(first.said("RoundStarted"))
+        first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=90, what="a round")
+        return first
 
     def addresses(self) -> list[str]:
         """Addresses of the first living peer that others can join through."""

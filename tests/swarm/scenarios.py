@@ -146,11 +146,19 @@ def fit_twice(spec: PeerSpec) -> None:
 
 
 def only_dht(spec: PeerSpec) -> None:
-    """A strategy whose DHT is asked for, and that is never used."""
+    """A strategy whose DHT is asked for, and that validates but never fits."""
+    from swarm.models import make_loader, make_model
     from swarm.peer_main import make_strategy, packages
 
-    strategy = make_strategy(spec, packages(spec))
+    pl = packages(spec)
+    strategy = make_strategy(spec, pl)
     Recorder(spec).write("addresses", addresses=[str(address) for address in strategy.dht.get_visible_maddrs()])
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.validate(make_model(pl), make_loader(16, 8, 0), verbose=False)
+    Recorder(spec).write("validated", addresses=[str(address) for address in strategy.dht.get_visible_maddrs()])
 
 
 def other_package(spec: PeerSpec) -> None:

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+#: for ``PeerSpec.trainer``: trains until it is stopped
+ENDLESS = {"max_steps": -1, "max_epochs": -1}
+
 
 @dataclass(kw_only=True)
 class PeerSpec:

@@ -8,22 +8,15 @@ import signal
 import pytest
 
 from swarm.harness import Swarm
-from swarm.spec import PeerSpec
+from swarm.spec import ENDLESS, PeerSpec
 
 pytestmark = pytest.mark.swarm
-
-ENDLESS = {"max_steps": -1, "max_epochs": -1}
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["process", "process group"])
 def test_a_peer_that_is_told_to_stop_in_a_round_makes_no_step_of_its_own(swarm: Swarm, group: bool) -> None:
     """The others would see an epoch that is not theirs, and take the state of a peer that leaves."""
-    waits = {"matchmaking_time": 40.0, "next_chunk_timeout": 2.0, "averaging_timeout": 120.0}
-    first, second = swarm.start(2, trainer=ENDLESS, strategy=waits, delay_s=0.05)
-    first.wait_epoch(1, timeout_s=90)
-    second.freeze()
-    rounds = len(first.said("RoundStarted"))
-    first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=90, what="a round")
+    first = swarm.in_a_round_with_a_frozen_peer()
     epoch = first.said("RoundStarted")[-1]["epoch"]
     first.signal(signal.SIGTERM, group=group)  # with the group its DHT ends, too, and answers no more
     first.wait_exit(code=None, timeout_s=60)

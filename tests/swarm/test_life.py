@@ -12,11 +12,9 @@ from swarm.checks import assert_in_step, assert_ledger
 from swarm.harness import PROMISED_S, QUICK, START_S, STEP_S, Peer, Swarm
 from swarm.processes import descendants, footprint
 from swarm.replay import distance, next_step
-from swarm.spec import PeerSpec
+from swarm.spec import ENDLESS, PeerSpec
 
 pytestmark = pytest.mark.swarm
-
-ENDLESS = {"max_steps": -1, "max_epochs": -1}
 
 
 def running(swarm: Swarm, **fields: object) -> Peer:
@@ -55,12 +53,7 @@ def test_sigterm_ends_the_peer_cleanly(swarm: Swarm) -> None:
 
 def test_ctrl_c_in_the_middle_of_a_round_ends_the_peer_as_quickly_as_promised(swarm: Swarm) -> None:
     """The round waits a minute for a frozen peer; Ctrl+C must not wait for the round, nor leaving for anything."""
-    waits = {"matchmaking_time": 40.0, "next_chunk_timeout": 2.0, "averaging_timeout": 120.0}
-    first, second = swarm.start(2, trainer=ENDLESS, strategy=waits, delay_s=0.05)
-    first.wait_epoch(1, timeout_s=90)
-    second.freeze()
-    rounds = len(first.said("RoundStarted"))
-    first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=90, what="a round")
+    first = swarm.in_a_round_with_a_frozen_peer()
     first.signal(signal.SIGINT)
     first.wait_exit(code=None)
     assert first.said("PeerStopped")
@@ -281,9 +274,10 @@ def test_fit_can_be_called_twice_in_one_process(swarm: Swarm) -> None:
 
 
 def test_asking_for_the_dht_starts_it_and_its_process_ends_with_the_script(swarm: Swarm) -> None:
-    """Scripts read ``strategy.dht.get_visible_maddrs()`` right after construction; some never fit."""
+    """Scripts read ``strategy.dht.get_visible_maddrs()`` right after construction; some validate, some never fit."""
     peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:only_dht"))
     addresses = peer.wait_for("addresses", timeout_s=START_S)["addresses"]
     assert addresses
     assert all("/p2p/" in address for address in addresses)
+    assert peer.wait_for("validated", timeout_s=START_S)["addresses"] == addresses
     peer.wait_exit()

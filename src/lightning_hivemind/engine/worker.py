@@ -55,7 +55,7 @@ class Worker:
                 f"{what}: the engine is still stuck in {self._stuck}; see the error before this one."
             )
         if self._thread is None:
-            device = _current_cuda_device()
+            device = current_cuda_device()
             self._thread = threading.Thread(target=self._run, args=(device,), name=self._name, daemon=True)
             self._thread.start()
         future: Future[T] = Future()
@@ -114,5 +114,6 @@ def _result_of(future: Future[T]) -> T:
         raise EngineStuckError(f"the engine timed out inside: {error!r}") from error
 
 
-def _current_cuda_device() -> int | None:
+def current_cuda_device() -> int | None:
+    """The calling thread's; None before CUDA is used, or without it."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

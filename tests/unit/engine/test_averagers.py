@@ -1,7 +1,8 @@
-"""Averager processes that do not come up."""
+"""Averagers: processes that do not come up, rounds that fail."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ import hivemind
 import pytest
 import torch
 from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
 
-from lightning_hivemind.engine.stock.averagers import checked
+from lightning_hivemind.engine.stock.averagers import KeepsFeedback, checked
 from lightning_hivemind.errors import DaemonError
 
 
@@ -32,3 +34,20 @@ def test_an_averager_that_dies_while_it_starts_is_said(dht: hivemind.DHT) -> Non
 
     with pytest.raises(DaemonError, match="died with exit code 3"):
         OutOfMemory(parameters=[torch.nn.Parameter(torch.zeros(1))], dht=dht, prefix="run", start=True)
+
+
+def test_a_failed_round_leaves_the_error_feedback_of_powersgd_as_it_was() -> None:
+    class Fails(PowerSGDGradientAverager):  # type: ignore[misc]
+        async def _aggregate_with_group(self) -> None:
+            self._ms[0].add_(1.0)
+            raise ConnectionError
+
+    class Kept(KeepsFeedback, Fails):
+        def __init__(self) -> None:
+            self._ms = [torch.full((2,), 3.0)]
+
+    averager = Kept()
+    with pytest.raises(ConnectionError):
+        asyncio.run(averager._aggregate_with_group())
+    assert averager._ms[0].tolist() == [3.0, 3.0]
+    assert issubclass(checked(PowerSGDGradientAverager), KeepsFeedback)

@@ -25,9 +25,12 @@ from typing import Any
 import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.optim.grad_averager import GradientAverager
+from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
 from hivemind.optim.state_averager import TrainingStateAverager
 
+from lightning_hivemind.engine.stock.rounds import answered
 from lightning_hivemind.engine.stock.streams import Counting, Lingering
+from lightning_hivemind.engine.worker import current_cuda_device
 from lightning_hivemind.errors import DaemonError, StateError
 from lightning_hivemind.network.lifetime import settle_child
 from lightning_hivemind.network.tasks import keep_tasks_alive
@@ -115,15 +118,12 @@ class CheckedRounds(DecentralizedAverager):  # type: ignore[misc]  # hivemind ha
 
     async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
         self._received.value = 1.0
-        feedback = [tensor.clone() for tensor in getattr(self, "_ms", ())]  # PowerSGD's error feedback
         try:
             return await super()._aggregate_with_group(*args, **kwargs)
         except BaseException:
             # A second attempt would average what the first left behind. (Another group may be looked for: that failed
             # before anything was exchanged.)
             self._control._allow_retries = False
-            for tensor, kept in zip(getattr(self, "_ms", ()), feedback, strict=True):
-                tensor.copy_(kept)
             raise
 
     async def _run_allreduce_inplace_(
@@ -197,6 +197,19 @@ class SampleWeighted(GradientAverager):  # type: ignore[misc]
         return batch_samples / float(self._anchor_batch_size)
 
 
+class KeepsFeedback(PowerSGDGradientAverager):  # type: ignore[misc]
+    """Mixin over PowerSGD's averager: a round that fails leaves its error feedback as it was."""
+
+    async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
+        feedback = [tensor.clone() for tensor in self._ms]
+        try:
+            return await super()._aggregate_with_group(*args, **kwargs)
+        except BaseException:
+            for tensor, kept in zip(self._ms, feedback, strict=True):
+                tensor.copy_(kept)
+            raise
+
+
 class StepGuard:
     """Keeps the first exception of code that hivemind runs and swallows, so that the training thread can raise it.
 
@@ -241,8 +254,9 @@ class TrainingState(TrainingStateAverager):  # type: ignore[misc]
         self.lock_commit = threading.RLock()
         super().__init__(*args, **kwargs)
         # the current device is each thread's own, and hivemind steps in this thread only
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self.step_executor.submit(torch.cuda.set_device, torch.cuda.current_device())
+        device = current_cuda_device()
+        if device is not None:
+            self.step_executor.submit(torch.cuda.set_device, device)
 
     def _update_scheduler(self) -> None:
         self.guard.run(lambda: self._advance_schedulers(self.local_epoch))
@@ -261,19 +275,17 @@ class TrainingState(TrainingStateAverager):  # type: ignore[misc]
         self, timeout_s: float, should_abort: Callable[[], bool]
     ) -> tuple[dict[str, Any], Sequence[torch.Tensor]] | None:
         """Fetch another peer's (metadata, tensors) without installing anything; None if nobody shares a state."""
-        deadline = time.monotonic() + timeout_s
         future = DecentralizedAverager.load_state_from_peers(self, wait=False, timeout=timeout_s)
-        while time.monotonic() < deadline:
-            try:
-                result: tuple[dict[str, Any], Sequence[torch.Tensor]] | None = future.result(POLL_S)
-                return result
-            except (FutureTimeoutError, TimeoutError):
-                if should_abort():
-                    return None
-        raise StateError(
-            f"no peer's state arrived within load_state_timeout={timeout_s:.0f} s. Nothing was changed; raise it on"
-            " a slow link."
-        )
+        try:
+            if not answered(future, timeout_s, should_abort):
+                return None
+            found: tuple[dict[str, Any], Sequence[torch.Tensor]] | None = future.result()
+            return found
+        except (FutureTimeoutError, TimeoutError):
+            raise StateError(
+                f"no peer's state arrived within load_state_timeout={timeout_s:.0f} s. Nothing was changed; raise it on"
+                " a slow link."
+            ) from None
 
 
 @cache
@@ -285,6 +297,8 @@ def checked(averager: Any) -> Any:
     """``averager`` (a hivemind averager class, or a ``functools.partial`` of one) with this module's mixins."""
     if isinstance(averager, partial):
         return partial(checked(averager.func), *averager.args, **averager.keywords)
-    mixin = TrainingState if issubclass(averager, TrainingStateAverager) else SampleWeighted
-    # "TrainingState" must come before its stock base; its name on the wire stays the stock one
-    return _derive(averager.__name__, (CheckedRounds, mixin, averager))
+    mixins: tuple[type, ...] = (TrainingState if issubclass(averager, TrainingStateAverager) else SampleWeighted,)
+    if issubclass(averager, PowerSGDGradientAverager):
+        mixins += (KeepsFeedback,)
+    # mixins must come before their stock bases; the name on the wire stays the stock one
+    return _derive(averager.__name__, (CheckedRounds, *mixins, averager))

@@ -208,7 +208,7 @@ class EpochRounds:
             self._incomplete("gradients", epoch, replace(result, reason=reason), others, "stepped with them")
         self._last_members = result.members
         self._use_gradients()
-        return result if result.succeeded else replace(ALONE, met=bool(result.members))
+        return result if result.succeeded else replace(ALONE, alone=not result.members)
 
     def _fall_back(self, result: RoundResult, epoch: int, others: int, backup: list[torch.Tensor] | None) -> None:
         """A round failed. If the others went on, so must we, with their state; else step on the local gradient."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from asyncio import CancelledError as AsyncCancelledError
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,16 +26,12 @@ class RoundResult:
     members: frozenset[bytes] = frozenset()
     notes: dict[bytes, dict[str, Any]] = field(default_factory=dict)
     reason: str = ""
-    #: the others were there, though nothing of theirs arrived: they will come to the next phase, too
-    met: bool = False
+    #: nobody else was there, so nobody will come to the next phase either
+    alone: bool = False
 
     @property
     def succeeded(self) -> bool:
         return self.fraction > 0.0
-
-    @property
-    def alone(self) -> bool:
-        return self.members == frozenset({b""}) and not self.met
 
     @property
     def contributors(self) -> int:
@@ -46,7 +42,7 @@ class RoundResult:
         return any(note.get("stop") is True for note in self.notes.values())
 
 
-ALONE = RoundResult(fraction=1.0, members=frozenset({b""}))
+ALONE = RoundResult(fraction=1.0, members=frozenset({b""}), alone=True)
 UNDER_WAY = RoundResult(fraction=0.0)
 
 
@@ -61,6 +57,25 @@ class NotNow(Exception):
 def note(*, stop: bool, auxiliary: bool) -> dict[str, Any]:
     """The small message that every member of a group gets from every other, before the values are exchanged."""
     return {"stop": stop, "aux": auxiliary}
+
+
+def answered(future: Future[Any], timeout_s: float, should_abort: Callable[[], bool]) -> bool:
+    """Wait until ``future`` is done; False if this peer is to stop first.
+
+    Raises:
+        TimeoutError: neither happened in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not should_abort():
+        left_s = deadline - time.monotonic()
+        try:
+            future.exception(min(POLL_S, max(0.0, left_s)))
+        except (FutureTimeoutError, TimeoutError):
+            if left_s <= 0.0:
+                raise TimeoutError(f"no answer in {timeout_s:.1f} s") from None
+        else:
+            return True
+    return False
 
 
 def cancel(control: StepControl | None) -> None:

@@ -7,16 +7,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from hivemind.optim.progress_tracker import LocalTrainingProgress, ProgressTracker
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import enter_asynchronously
 
+from lightning_hivemind.engine.stock.rounds import answered
+
 log = logging.getLogger("lightning_hivemind")
 
-ABORT_POLL_S = 0.2
 POLL_S = 0.01  # between two looks at whether the DHT has answered: milliseconds, as a rule
 
 
@@ -78,16 +78,9 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         """
         self._looks += 1
         future = self.dht.get(self.training_progress_key, latest=True, return_future=True)
-        deadline = time.monotonic() + timeout_s
-        while not should_abort():
-            try:
-                found = future.result(min(ABORT_POLL_S, max(0.0, deadline - time.monotonic())))
-            except (FutureTimeoutError, TimeoutError):
-                if time.monotonic() >= deadline:
-                    raise
-                continue
+        if answered(future, timeout_s, should_abort):
+            found = future.result()
             self.global_progress = self._parse_swarm_progress_data(found.value if found is not None else None)
-            return
 
     def run(self) -> None:
         """The tracker's thread; unlike hivemind's, it leaves no task behind to complain at exit."""
