@@ -102,6 +102,33 @@ def use_daemon(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     monkeypatch.setattr(p2p_daemon, "path", lambda *_: contextlib.nullcontext(path))
 
 
+async def forget_everybody(dht: hivemind.DHT, node: Any) -> int:
+    """What a request that is not answered in time does to the routing table, for all nodes."""
+    known = list(node.protocol.routing_table.uid_to_peer_id.items())
+    for uid, peer in known:
+        del node.protocol.routing_table[uid]
+        node.blacklist.register_failure(peer)
+    return len(known)
+
+
+def test_peers_that_have_taken_one_another_for_dead_find_one_another_again(bench: Bench) -> None:
+    first = bench.network()
+    first.start()
+    second = bench.network(first)
+    second.start()
+    for one in (first, second):
+        assert one.dht.run_coroutine(forget_everybody) > 0
+    records = [PeerRecords(one.dht, "run", one.peer_id) for one in (first, second)]
+    for number, one in enumerate(records):
+        one.publish(number=number)
+    deadline = time.monotonic() + 20.0
+    while not all(one.refresh(20.0) and len(one.read()) == 2 for one in records):
+        assert time.monotonic() < deadline, "the DHT is split"
+        time.sleep(0.1)
+    for one in records:
+        one.close()
+
+
 def test_two_peers_see_each_others_records_until_one_leaves(bench: Bench) -> None:
     first = bench.network()
     first.start()

@@ -27,6 +27,7 @@ from lightning_hivemind.events import EventBus, PeerStarted, Waiting
 from lightning_hivemind.network import diagnosis
 from lightning_hivemind.network.identity import IdentityLock, check_identity, without_self
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child, start_shared_memory
+from lightning_hivemind.network.neighbours import keep_neighbours
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
 from lightning_hivemind.network.sockets import SocketDirectory
 from lightning_hivemind.network.tasks import keep_tasks_alive
@@ -128,6 +129,7 @@ class PeerNetwork:
             self._join(self._sockets, peers, began)
             self._identity.take()  # a new one is there only now
             self._peer_id, self._daemon_pid, addresses = self._call(_describe)
+            self._call(keep_neighbours)
             self._sockets.note_listener()
         except BaseException:
             self.shutdown()
