@@ -45,6 +45,7 @@ def test_a_failed_round_leaves_the_error_feedback_of_powersgd_as_it_was() -> Non
     class Kept(KeepsFeedback, Fails):
         def __init__(self) -> None:
             self._ms = [torch.full((2,), 3.0)]
+            self._parent_pid = -1  # so that nothing is shut down that was never started
 
     averager = Kept()
     with pytest.raises(ConnectionError):
