@@ -1,0 +1,134 @@
+"""The coordinator's second half: keep the plan true while peers are lost, and decide how the round ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_hivemind.engine.native.protocol.actions import Action, Note, Send
+from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId
+from lightning_hivemind.engine.native.protocol.messages import Accuse, Begin, Committed, Done, Ended
+from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.engine.native.protocol.settings import Settings
+
+
+class Coordinator:
+    """From the plan to the decision. Only this object, at this peer, ever decides that the round is committed."""
+
+    def __init__(self, settings: Settings, me: PeerId, plan: Plan, emit: Callable[[Action], None], now: float) -> None:
+        self._settings, self._me, self._emit = settings, me, emit
+        self.plan = plan
+        self._done: dict[PeerId, tuple[int, bytes]] = {}
+        self._everybody = plan.members
+        self._deadline, self._resend_at = now + settings.round_s, now + 2 * settings.resend_s
+        self.commit: Commit | None = None
+        self.ended = False
+        self._publish()
+
+    # ------------------------------------------------------------------ what happens
+
+    def done(self, peer: PeerId, message: Done) -> None:
+        if peer in self.plan.members and message.version == self.plan.version:
+            self._done[peer] = (message.version, message.digest)
+            self._decide()
+
+    def lost(self, peer: PeerId, reason: str) -> None:
+        """It is dead, unreachable, or has left."""
+        if peer in self.plan.members and not self.ended:
+            self._take_out(lost=frozenset({peer}), refused=frozenset(), reason=reason)
+
+    def accused(self, accuser: PeerId, message: Accuse) -> None:
+        """Somebody does not deliver. Of two that accuse one another the one that was accused first goes."""
+        if self.ended or message.version != self.plan.version or accuser not in self.plan.members:
+            return
+        peer = message.peer
+        if message.refused:
+            if peer in self.plan.contributors:
+                self._take_out(lost=frozenset(), refused=frozenset({peer}), reason=message.reason)
+            return
+        if peer not in self.plan.members:
+            return
+        # whom this peer, which all others reach, cannot do without: then the accuser's own connection is at fault
+        guilty = accuser if peer == self._me else peer
+        self._take_out(lost=frozenset({guilty}), refused=frozenset(), reason=f"{message.reason} (says {accuser})")
+
+    def repeat(self, peer: PeerId) -> None:
+        """``peer`` seems not to know where the round is."""
+        if self.commit is not None:
+            self._emit(Send(to=peer, message=Committed(commit=self.commit)))
+        elif not self.ended and peer in self.plan.members:
+            self._emit(Send(to=peer, message=Begin(plan=self.plan)))
+        else:
+            self._emit(
+                Send(
+                    to=peer, message=Ended(round=self.plan.round, reason="it went on without this peer", aborted=False)
+                )
+            )
+
+    def tick(self, now: float) -> None:
+        if self.ended:
+            return
+        if now >= self._deadline:
+            self.abort(f"not finished in {self._settings.round_s:.1f} s (averaging_timeout)")
+        elif now >= self._resend_at:
+            self._resend_at = now + 2 * self._settings.resend_s
+            for peer in self.plan.members:
+                if peer not in self._done:  # it may never have got the plan, or have started again since
+                    self._emit(Send(to=peer, message=Begin(plan=self.plan)))
+
+    @property
+    def deadline(self) -> float:
+        return min(self._deadline, self._resend_at)
+
+    # ------------------------------------------------------------------ what is decided
+
+    def _take_out(self, *, lost: frozenset[PeerId], refused: frozenset[PeerId], reason: str) -> None:
+        if self._me in lost:
+            self.abort(reason)
+            return
+        if self._agreed(self.plan.members, lost):
+            # whoever was lost has given everything, and all the others have the results
+            self._decide(lost)
+            return
+        for peer in lost | refused:
+            self._emit(Note(what=reason, peer=peer, round=self.plan.round))
+        self.plan = self.plan.without(lost, refused)
+        self._done.clear()
+        for peer in lost:
+            self._emit(Send(to=peer, message=Ended(round=self.plan.round, reason=reason, aborted=False)))
+        if not self.plan.contributions:
+            self.abort("nobody is left who contributes")
+        elif len(self.plan.members) < self._settings.min_group_size:
+            self.abort(f"only {len(self.plan.members)} peers are left (min_group_size)")
+        else:
+            self._publish()
+
+    def _agreed(self, members: tuple[PeerId, ...], without: frozenset[PeerId] = frozenset()) -> bool:
+        return all(peer in self._done for peer in members if peer not in without)
+
+    def _decide(self, lost: frozenset[PeerId] = frozenset()) -> None:
+        if self.ended or not self._agreed(self.plan.members, lost):
+            return
+        digests = {digest for _, digest in self._done.values()}
+        if len(digests) != 1:
+            self.abort("the members did not receive the same bytes")
+            return
+        self.ended = True
+        self.commit = Commit(
+            round=self.plan.round,
+            parent=self.plan.parent,
+            contributions=self.plan.contributions,
+            digest=digests.pop(),
+            stop=self.plan.stop,
+        )
+        for peer in self._everybody:  # also those that were taken out: they learn what they have missed
+            self._emit(Send(to=peer, message=Committed(commit=self.commit)))
+
+    def abort(self, reason: str) -> None:
+        """End the round; nothing of it is used anywhere."""
+        self.ended = True
+        for peer in self._everybody:
+            self._emit(Send(to=peer, message=Ended(round=self.plan.round, reason=reason, aborted=True)))
+
+    def _publish(self) -> None:
+        for peer in self.plan.members:
+            self._emit(Send(to=peer, message=Begin(plan=self.plan)))

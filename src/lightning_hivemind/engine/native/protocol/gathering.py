@@ -1,0 +1,87 @@
+"""The coordinator's first half: call peers to a round, and close the group as soon as all of them are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from lightning_hivemind.engine.native.protocol.actions import Action, Send
+from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
+from lightning_hivemind.engine.native.protocol.messages import Call, Ended, RoundId
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan
+from lightning_hivemind.engine.native.protocol.settings import Settings
+
+
+class Gathering:
+    """From the first call until the plan is made, or the attempt is given up."""
+
+    def __init__(
+        self, settings: Settings, me: PeerId, round_id: RoundId, head: Head, emit: Callable[[Action], None], now: float
+    ) -> None:
+        self._settings, self._me, self._emit = settings, me, emit
+        self.round, self.head = round_id, head
+        #: who was called and has not answered yet
+        self.awaited: set[PeerId] = set()
+        self.joined: dict[PeerId, Offer] = {}
+        self._declined: set[PeerId] = set()
+        self._started, self._resend_at = now, now + settings.resend_s
+
+    def call(self, peers: Iterable[PeerId], *, again: bool = False) -> None:
+        """Ask these, too, unless they have been asked; ``again``: also those that did not want to come."""
+        for peer in peers:
+            if peer not in self.awaited and peer not in self.joined and (again or peer not in self._declined):
+                self.awaited.add(peer)
+                self._call(peer)
+
+    def join(self, peer: PeerId, offer: Offer) -> None:
+        """It comes. (A repeated answer changes nothing: what it offered first is what it sends.)"""
+        self.awaited.discard(peer)
+        self._declined.discard(peer)
+        self.joined.setdefault(peer, offer)
+
+    def drop(self, peer: PeerId) -> None:
+        """It does not come, or is lost."""
+        self.awaited.discard(peer)
+        self.joined.pop(peer, None)
+        self._declined.add(peer)
+
+    def tick(self, now: float) -> None:
+        if now >= self._resend_at:
+            self._resend_at = now + self._settings.resend_s
+            for peer in sorted(self.awaited):
+                self._call(peer)
+
+    def over(self, now: float) -> bool:
+        """Nobody is awaited any more, or not any longer."""
+        return not self.awaited or now >= self._started + self._settings.matchmaking_s
+
+    @property
+    def deadline(self) -> float:
+        return min(self._resend_at, self._started + self._settings.matchmaking_s)
+
+    @property
+    def samples(self) -> int:
+        return sum(one.contribution.samples for one in self.joined.values() if one.contribution is not None)
+
+    def plan(self) -> Plan | None:
+        """For those who have joined; None if they are too few, or do not have the samples."""
+        contributions = [one.contribution for one in self.joined.values() if one.contribution is not None]
+        if self.samples < self._settings.target_samples or len(self.joined) < self._settings.min_group_size:
+            return None
+        return make_plan(
+            self.round,
+            self.head,
+            self._me,
+            members=list(self.joined),
+            contributions=[one for one in contributions if one.samples],
+            bandwidths={peer: offer.bandwidth for peer, offer in self.joined.items() if offer.reduces},
+            chunks=self._settings.chunks,
+            stop=any(offer.stop for offer in self.joined.values()),
+        )
+
+    def dismiss(self, reason: str, better: PeerId | None = None) -> None:
+        """Send home who has come, and who may still come."""
+        for peer in sorted({*self.awaited, *self.joined}):
+            self._emit(Send(to=peer, message=Ended(round=self.round, reason=reason, aborted=True, better=better)))
+
+    def _call(self, peer: PeerId) -> None:
+        self._emit(Send(to=peer, message=Call(round=self.round, head=self.head)))

@@ -1,0 +1,149 @@
+"""What peers say to one another about a round. Data (inputs and results of chunks) travel beside these messages.
+
+Any of them may be lost, repeated, delayed or overtaken; none changes anything twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
+
+RoundId = bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """To the candidate for coordinator: how far the sender is, and how many samples it knows of in the swarm."""
+
+    head: Head
+    samples: int
+    swarm_samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """The coordinator asks a peer to come to a round. Repeated until it is answered."""
+
+    round: RoundId
+    head: Head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Join:
+    """A peer comes. Repeated until the plan arrives."""
+
+    round: RoundId
+    offer: Offer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decline:
+    """A peer does not come, or leaves: it goes to ``better`` instead, or stands elsewhere, at ``head``."""
+
+    round: RoundId
+    better: PeerId | None = None
+    head: Head | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """The plan of a round, or a newer version of it."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """Send again: inputs of chunks that the sender reduces (``inputs``), or results that it waits for."""
+
+    round: RoundId
+    version: int
+    inputs: bool
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuse:
+    """To the coordinator: ``peer`` does not deliver; or what it delivered cannot be used (``refused``)."""
+
+    round: RoundId
+    version: int
+    peer: PeerId
+    refused: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """The sender has all results of this version of the plan. Repeated until the round ends."""
+
+    round: RoundId
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Committed:
+    """The round succeeded. Only the coordinator decides it; whoever knows may pass it on."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """The round is over for the receiver. ``aborted``: for everybody, and it never was nor will be committed."""
+
+    round: RoundId
+    reason: str
+    aborted: bool
+    better: PeerId | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """The sender has lost the coordinator: what became of the round?"""
+
+    round: RoundId
+    head: Head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Undecided:
+    """Answer to Ask: the sender saw no commit, has lost the coordinator, too, and from now on takes none from it."""
+
+    round: RoundId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StillOn:
+    """Answer to Ask: the sender is with the coordinator, and will pass on what becomes of the round."""
+
+    round: RoundId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """To a peer that is behind: the commits that follow the head that it named, or none if they are forgotten."""
+
+    head: Head
+    commits: tuple[Commit, ...]
+
+
+Message = (
+    Progress
+    | Call
+    | Join
+    | Decline
+    | Begin
+    | Missing
+    | Accuse
+    | Done
+    | Committed
+    | Ended
+    | Ask
+    | Undecided
+    | StillOn
+    | News
+)

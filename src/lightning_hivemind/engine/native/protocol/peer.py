@@ -1,0 +1,264 @@
+"""One peer of a run, as its driver sees it: public methods are events, :meth:`Peer.take` gives what is to be done.
+
+``now`` is any clock in seconds that does not go back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp, Send
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, following
+from lightning_hivemind.engine.native.protocol.messages import (
+    Accuse,
+    Ask,
+    Begin,
+    Call,
+    Committed,
+    Decline,
+    Done,
+    Ended,
+    Join,
+    Message,
+    Missing,
+    News,
+    Progress,
+    RoundId,
+    StillOn,
+    Undecided,
+)
+from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.protocol.roster import Roster
+from lightning_hivemind.engine.native.protocol.rounds import Rounds
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.protocol.standing import Standing
+
+
+class Peer:
+    """See the module. ``incarnation`` must be new whenever a peer with this id starts."""
+
+    def __init__(self, settings: Settings, me: PeerId, incarnation: bytes, *, reduces: bool = True) -> None:
+        self._settings, self.me = settings, me
+        self._roster = Roster(settings, me, reduces)
+        self._standing = Standing(self._roster, self._emit)
+        self._rounds = Rounds(settings, me, incarnation, self._roster, self._standing, self._emit)
+        self._reported: Head | None = None
+        self._report_at = 0.0
+        self._last = float("inf")
+        self._out: list[Action] = []
+        self._to_self: deque[Message] = deque()
+
+    # ------------------------------------------------------------------ what one may ask
+
+    def take(self) -> list[Action]:
+        """What is to be done since the last call."""
+        actions, self._out = self._out, []
+        return actions
+
+    @property
+    def head(self) -> Head | None:
+        """Where this peer stands; None before the first :meth:`adopt`."""
+        return self._standing.head
+
+    @property
+    def samples(self) -> int:
+        """This peer's, for the next commit."""
+        return self._roster.samples
+
+    @property
+    def swarm_samples(self) -> int:
+        """The swarm's, for the next commit, as far as is known."""
+        return self._roster.swarm_samples(self.head) if self.head is not None else self.samples
+
+    @property
+    def deadline(self) -> float:
+        """When :meth:`tick` must be called at the latest."""
+        return min(self._report_at, self._last + self._settings.detect_s / 4, self._rounds.deadline)
+
+    # ------------------------------------------------------------------ what the driver says
+
+    def adopt(self, head: Head, commits: tuple[Commit, ...], now: float) -> None:
+        """This peer's state is that of ``head`` now; ``commits`` are the last ones that led there."""
+        self._begin(now)
+        self._rounds.leave("this peer has taken another state", now)
+        self._standing.adopt(head, commits)
+        self._roster.begin_anew()
+        self._settle(now)
+
+    def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float, now: float) -> None:
+        """A peer's record was read. ``stamp``: when it was made, in any one clock of that peer."""
+        self._begin(now)
+        if self._roster.record(peer, head, samples, reduces, stamp, outdated=self._standing.outdated(head)):
+            self._standing.same(peer, head)
+        self._settle(now)
+
+    def lost(self, peer: PeerId, now: float) -> None:
+        """There is no connection to ``peer``, and none can be made."""
+        self._begin(now)
+        self._roster.lost(peer)
+        self._rounds.lost(peer, now)
+        self._settle(now)
+
+    def contributed(self, samples: int, now: float) -> None:
+        """This peer holds the gradients of so many samples for the next commit."""
+        self._begin(now)
+        self._roster.samples = samples
+        self._report(now)
+        self._settle(now)
+
+    def join(self, round_id: RoundId, offer: Offer, now: float) -> None:
+        """The answer to :class:`.actions.Called`: what this peer brings is fixed now."""
+        self._begin(now)
+        self._rounds.join(round_id, offer)
+        self._settle(now)
+
+    def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
+        """A part of a chunk of ``peer`` has arrived."""
+        member = self._rounds.member(round_id)
+        if member is not None:
+            member.heard(peer, now)
+
+    def input_arrived(self, round_id: RoundId, chunk: int, peer: PeerId, now: float) -> None:
+        """An input of a chunk that this peer reduces is stored. It may have overtaken the plan."""
+        self._begin(now)
+        self._rounds.input_arrived(round_id, chunk, peer, now)
+        self._settle(now)
+
+    def reduced(self, round_id: RoundId, chunk: int, version: int, now: float) -> None:
+        """What :class:`.actions.Reduce` asked for is done."""
+        self._begin(now)
+        member = self._rounds.member(round_id)
+        if member is not None:
+            member.reduced(chunk, version)
+        self._settle(now)
+
+    def refuse(self, round_id: RoundId, peer: PeerId, reason: str, now: float) -> None:
+        """What ``peer`` gave cannot be used (NaN, or it cannot be decoded)."""
+        self._begin(now)
+        member = self._rounds.member(round_id)
+        if member is not None:
+            member.accuse(peer, refused=True, reason=reason)
+        self._settle(now)
+
+    def result_arrived(
+        self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId, now: float
+    ) -> bool:
+        """A reduced chunk is here. Returns whether its bytes are to be used."""
+        self._begin(now)
+        member = self._rounds.member(round_id)
+        used = False
+        if member is not None:
+            member.heard(owner, now)
+            used = member.result_arrived(chunk, version, digest, owner)
+        self._settle(now)
+        return used
+
+    def tick(self, now: float) -> None:
+        """Time passes."""
+        self._begin(now)
+        self._rounds.tick(now)
+        if now >= self._report_at:
+            self._report(now)
+        self._settle(now)
+
+    # ------------------------------------------------------------------ what other peers say
+
+    def receive(self, sender: PeerId, message: Message, now: float) -> None:
+        """A message of another peer."""
+        self._begin(now)
+        self._roster.alive(sender)
+        self._take_in(sender, message, now)
+        self._settle(now)
+
+    def _take_in(self, sender: PeerId, message: Message, now: float) -> None:
+        rounds = self._rounds
+        match message:
+            case Progress():
+                self._note(sender, message.head, message.samples)
+                if self._standing.same(sender, message.head):
+                    self._roster.told(message.swarm_samples)
+                    rounds.on_progress(sender)
+            case Call():
+                if sender != self.me and not self._roster.knows(sender):
+                    self._note(sender, message.head, 0)
+                rounds.on_call(sender, message, now)
+            case Join():
+                rounds.on_join(sender, message)
+            case Decline():
+                rounds.on_decline(sender, message, now)
+            case Begin():
+                rounds.on_begin(sender, message, now)
+            case Missing():
+                if (member := rounds.member(message.round)) is not None:
+                    member.asked_again(message, sender)
+            case Accuse():
+                if (coordinator := rounds.coordinator(message.round)) is not None:
+                    coordinator.accused(sender, message)
+            case Done():
+                rounds.on_done(sender, message)
+            case Committed():
+                rounds.on_committed(sender, message.commit, now)
+            case Ended():
+                rounds.on_ended(sender, message, now)
+            case Ask():
+                rounds.on_ask(sender, message)
+            case Undecided():
+                if (inquiry := rounds.inquiry(message.round)) is not None:
+                    inquiry.undecided(sender)
+            case StillOn():
+                if (inquiry := rounds.inquiry(message.round)) is not None:
+                    inquiry.still_on(sender)
+            case News():
+                self._on_news(sender, message, now)
+
+    def _on_news(self, sender: PeerId, message: News, now: float) -> None:
+        head = self.head
+        if head is None:
+            return
+        commits = following(head, message.commits)
+        if not commits or commits[-1].head != message.head:
+            commits = ()
+        if commits and self._standing.catching_up_to is None and self._rounds.in_doubt(commits[0].round):
+            self._rounds.commit(commits[0], now)
+            head, commits = commits[0].head, commits[1:]
+        ahead = message.head.epoch > head.epoch or message.head.outweighs(head)
+        goal = self._standing.catching_up_to
+        if message.head != head and ahead and (goal is None or message.head.outweighs(goal)):
+            self._rounds.leave("others are ahead", now)
+            self._standing.catching_up_to = message.head
+            self._emit(CatchUp(head=message.head, source=sender, commits=commits))
+
+    # ------------------------------------------------------------------ private
+
+    def _note(self, peer: PeerId, head: Head, samples: int) -> None:
+        self._roster.note(peer, head, samples, outdated=self._standing.outdated(head))
+
+    def _report(self, now: float) -> None:
+        """Tell the candidate how far this peer is."""
+        self._report_at = now + self._settings.resend_s
+        self._reported = head = self._standing.settled
+        if head is not None and (candidate := self._roster.candidate(head)) != self.me:
+            self._emit(Send(to=candidate, message=self._roster.progress(head)))
+
+    def _begin(self, now: float) -> None:
+        """Before every event: was this process suspended? (It is called several times within ``detect_s``.)"""
+        slept, self._last = now - self._last > self._settings.detect_s / 2, now
+        if slept:
+            self._rounds.suspended(now)
+
+    def _settle(self, now: float) -> None:
+        """After every event: do what follows, until nothing does."""
+        while True:
+            while self._to_self:
+                self._take_in(self.me, self._to_self.popleft(), now)
+            self._rounds.settle(now)
+            if not self._to_self:
+                break
+        if self._reported != self._standing.settled:
+            self._report(now)
+
+    def _emit(self, action: Action) -> None:
+        if isinstance(action, Send) and action.to == self.me:
+            self._to_self.append(action.message)
+        else:
+            self._out.append(action)

@@ -1,0 +1,128 @@
+"""Who gives, who reduces which chunk, who gets the results; and how that changes when somebody is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head, PeerId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a member brings to a round.
+
+    Attributes:
+        contribution: None if it has nothing to give.
+        reduces: whether it can be given chunks to reduce: others can reach it.
+        bandwidth: bytes per second, for its share of the chunks; any unit, if all use the same.
+        stop: it wants the run to end.
+    """
+
+    contribution: Contribution | None
+    reduces: bool = True
+    bandwidth: float = 1.0
+    stop: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Identical at all members: it travels whole.
+
+    Attributes:
+        round: id of the round; parent: the head that its commit will extend.
+        version: counts changes. A result counts if it was reduced in version ``since[chunk]`` or later.
+        members: everybody who gets the results, sorted.
+        contributions: what is summed, in this order; of members.
+        reducers: those who can be given chunks, with their bandwidth.
+        owners: for each chunk, who reduces it.
+        since: for each chunk, the version in which its contributions or its owner changed last.
+        stop: a member wants the run to end.
+    """
+
+    round: bytes
+    parent: Head
+    coordinator: PeerId
+    version: int
+    members: tuple[PeerId, ...]
+    contributions: tuple[Contribution, ...]
+    reducers: tuple[tuple[PeerId, float], ...]
+    owners: tuple[PeerId, ...]
+    since: tuple[int, ...]
+    stop: bool = False
+
+    @property
+    def contributors(self) -> tuple[PeerId, ...]:
+        return tuple(one.peer for one in self.contributions)
+
+    def names(self, peer: PeerId, offer: Offer | None) -> bool:
+        """Whether ``peer`` is a member with what it offered. (Not so if an earlier life of it did.)"""
+        given = next((one for one in self.contributions if one.peer == peer), None)
+        return offer is not None and peer in self.members and given in (None, offer.contribution)
+
+    def chunks_of(self, owner: PeerId) -> list[int]:
+        return [chunk for chunk, one in enumerate(self.owners) if one == owner]
+
+    def without(self, lost: frozenset[PeerId], refused: frozenset[PeerId] = frozenset()) -> Plan:
+        """The next version: ``lost`` peers give, reduce and get nothing more, ``refused`` ones give nothing.
+
+        Contributions that are taken out leave every chunk, so all of them are reduced anew. Chunks of lost owners go to
+        the reducers that are left; if none is left, the coordinator (whom everybody reaches) reduces.
+        """
+        version = self.version + 1
+        contributions = tuple(one for one in self.contributions if one.peer not in lost | refused)
+        reducers = tuple(one for one in self.reducers if one[0] not in lost)
+        orphans = [chunk for chunk, owner in enumerate(self.owners) if owner in lost]
+        heirs = share_chunks(len(orphans), reducers or ((self.coordinator, 1.0),))
+        owners, since = list(self.owners), list(self.since)
+        for chunk, heir in zip(orphans, heirs, strict=True):
+            owners[chunk], since[chunk] = heir, version
+        if contributions != self.contributions:
+            since = [version] * len(since)
+        return replace(
+            self,
+            version=version,
+            members=tuple(one for one in self.members if one not in lost),
+            contributions=contributions,
+            reducers=reducers,
+            owners=tuple(owners),
+            since=tuple(since),
+        )
+
+
+def make_plan(
+    round_id: bytes,
+    parent: Head,
+    coordinator: PeerId,
+    *,
+    members: Sequence[PeerId],
+    contributions: Sequence[Contribution],
+    bandwidths: Mapping[PeerId, float],
+    chunks: int,
+    stop: bool,
+) -> Plan:
+    """The first version. ``bandwidths`` are of those who can reduce; the others only give and get."""
+    reducers = tuple(sorted(bandwidths.items()))
+    return Plan(
+        round=round_id,
+        parent=parent,
+        coordinator=coordinator,
+        version=0,
+        members=tuple(sorted(members)),
+        contributions=tuple(sorted(contributions)),
+        reducers=reducers,
+        owners=tuple(share_chunks(chunks, reducers or ((coordinator, 1.0),))),
+        since=(0,) * chunks,
+        stop=stop,
+    )
+
+
+def share_chunks(count: int, reducers: Sequence[tuple[PeerId, float]]) -> list[PeerId]:
+    """Owners of ``count`` chunks in order: runs of neighbours, as long as the owner's share of the bandwidth."""
+    total = sum(bandwidth for _, bandwidth in reducers)
+    owners: list[PeerId] = []
+    reached = 0.0
+    for peer, bandwidth in reducers:
+        reached += bandwidth / total * count
+        owners += [peer] * (round(reached) - len(owners))
+    return owners + [reducers[-1][0]] * (count - len(owners))

@@ -1,0 +1,35 @@
+"""The protocol's limits in time, all in seconds. Equal at all peers, or nearly so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Timeouts and sizes of a run.
+
+    Attributes:
+        run: the run's id.
+        target_samples: that the swarm gathers before a round begins.
+        chunks: into which the flat vector is cut.
+        min_group_size: a round needs so many peers that contribute or are called, this one included.
+        matchmaking_s: how long a coordinator waits for peers that were called.
+        stall_s: how long a peer may deliver nothing that is owed before it is accused.
+        detect_s: after how long without a sign of life others take a peer for dead.
+        round_s: how long a round may take altogether.
+        resend_s: after so long without an answer a message is repeated.
+        backoff_s: pause after a failed round; doubled with each, up to ``max_backoff_s``.
+    """
+
+    run: str
+    target_samples: int
+    chunks: int
+    min_group_size: int = 1
+    matchmaking_s: float = 5.0
+    stall_s: float = 5.0
+    detect_s: float = 2.0
+    round_s: float = 30.0
+    resend_s: float = 0.5
+    backoff_s: float = 0.05
+    max_backoff_s: float = 2.0

@@ -1,0 +1,56 @@
+"""Where this peer stands in the lineage, and what is said to those who stand elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_hivemind.engine.native.protocol.actions import Action, Send
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, History, PeerId
+from lightning_hivemind.engine.native.protocol.messages import News
+from lightning_hivemind.engine.native.protocol.roster import Roster
+
+
+class Standing:
+    """``head`` is None until the first state is adopted; ``catching_up_to`` is set while another one is fetched."""
+
+    def __init__(self, roster: Roster, emit: Callable[[Action], None]) -> None:
+        self._roster, self._emit = roster, emit
+        self.head: Head | None = None
+        self.catching_up_to: Head | None = None
+        self.history = History()
+
+    @property
+    def settled(self) -> Head | None:
+        """The head, if this peer can take part in a round there."""
+        return self.head if self.catching_up_to is None else None
+
+    def adopt(self, head: Head, commits: tuple[Commit, ...]) -> None:
+        if self.catching_up_to is None or head.epoch >= self.catching_up_to.epoch:
+            self.catching_up_to = None
+        if not commits or commits[0].parent != self.head:
+            self.history = History()
+        for commit in commits:
+            self.history.add(commit)
+        self.head = head
+
+    def advance(self, commit: Commit) -> None:
+        self.history.add(commit)
+        self.head = commit.head
+
+    def outdated(self, head: Head) -> bool:
+        """Whether this peer's lineage has been there and gone on."""
+        return bool(self.history.since(head))
+
+    def same(self, peer: PeerId, head: Head) -> bool:
+        """Whether ``peer``, at ``head``, stands where this one does.
+
+        If not, one of the two must hear of it: who is behind, or of a lineage that is outweighed, gets the news.
+        """
+        if self.head is None or head == self.head:
+            return head == self.head
+        ahead = self.head.epoch - head.epoch
+        if ahead > 0 or (ahead == 0 and self.head.outweighs(head)):
+            self._emit(Send(to=peer, message=News(head=self.head, commits=self.history.since(head))))
+        else:
+            self._emit(Send(to=peer, message=self._roster.progress(self.head)))  # it will answer with news
+        return False

@@ -1,0 +1,98 @@
+"""Random schedules of faults, from a seed: the same seed is the same run, message by message."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.simulation.network import HostileNetwork
+from lightning_hivemind.simulation.trainer import Habits
+from lightning_hivemind.simulation.world import World
+
+KINDS = ("crash", "freeze", "cut")
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """A world, and what will happen to it until ``trouble_s``; then everything is mended and calm for ``calm_s``.
+
+    Attributes:
+        kinds: of faults that may happen; ``lossy``: whether messages may be lost.
+        fired: the faults that did happen, as (time, kind, peers).
+    """
+
+    seed: int
+    kinds: tuple[str, ...] = KINDS
+    lossy: bool = True
+    trouble_s: float = 20.0
+    calm_s: float = 20.0
+    fired: list[tuple[float, str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = chance = random.Random(self.seed)
+        network = HostileNetwork(
+            seed=self.seed,
+            drop=chance.choice([0.0, 0.0, 0.01, 0.05]) if self.lossy else 0.0,
+            repeat=chance.choice([0.0, 0.05]),
+            delay_s=chance.choice([0.001, 0.02, 0.1, 0.5]),
+        )
+        settings = Settings(
+            run="hostile",
+            target_samples=chance.choice([16, 64, 128]),
+            chunks=chance.choice([1, 3, 8]),
+            matchmaking_s=2.0,  # short, so that limits are reached
+            stall_s=3.0,
+            round_s=10.0,
+        )
+        self.network, self.world = network, World(settings, network)
+        self.names = [f"p{number}" for number in range(chance.randint(2, 6))]
+        for name in self.names:
+            reduces = name == "p0" or chance.random() < 0.8
+            self.world.add(name, Habits(batch_s=chance.choice([0.05, 0.1, 0.3, 1.0]), reduces=reduces))
+        for _ in range(chance.randint(0, 8) if self.kinds else 0):
+            self._plan_fault(chance.uniform(0.5, self.trouble_s))
+
+    def run(self) -> World:
+        """All of it; returns the world after the calm."""
+        self.world.clock.run(self.trouble_s)
+        self.mend()
+        self.world.clock.run(self.trouble_s + self.calm_s)
+        return self.world
+
+    def mend(self) -> None:
+        """No faults any more, and everybody is there."""
+        self.network.drop = self.network.repeat = 0.0
+        self.world.heal()
+        for name in self.names:
+            peer = self.world.peers[name]
+            if not peer.alive:
+                self.world.add(name, peer.habits)
+            elif peer.frozen:
+                self.world.thaw(name)
+
+    def _plan_fault(self, time: float) -> None:
+        kind, name, other = (self._random.choice(one) for one in (self.kinds, self.names, self.names))
+        lasts_s = self._random.uniform(0.1, 6.0)
+        self.world.clock.at(time, lambda: self.fault(kind, name, other, lasts_s))
+
+    def fault(self, kind: str, name: str, other: str, lasts_s: float) -> None:
+        """Let it happen now, if it can: one peer must be left that is well."""
+        world, peer = self.world, self.world.peers[name]
+        well = [one.name for one in world.living() if not one.frozen and one.name != name]
+        if kind == "cut":
+            if name != other:
+                world.cut(name, other)
+                world.clock.after(lasts_s, lambda: world.join(name, other))
+                self.fired.append((world.now, kind, f"{name} {other}"))
+        elif well and peer.alive and not peer.frozen:
+            self.fired.append((world.now, kind, name))
+            if kind == "crash":
+                world.crash(name)
+                world.clock.after(lasts_s, lambda: None if world.peers[name].alive else self._restart(name))
+            else:
+                world.freeze(name)
+                world.clock.after(lasts_s, lambda: world.thaw(name) if world.peers[name] is peer else None)
+
+    def _restart(self, name: str) -> None:
+        self.world.add(name, self.world.peers[name].habits)

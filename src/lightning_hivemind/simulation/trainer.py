@@ -1,0 +1,297 @@
+"""A peer whose training and tensors are modelled, around the real protocol core.
+
+Values are stood for by what they were made of: a sample by its name, a contribution by its samples, a reduced chunk by
+who reduced what, parameters by the chain of averages that were applied. So it can be checked what a real run can only
+hope: that all peers have the same parameters, and that no sample counts twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from lightning_hivemind.engine.native.protocol.actions import (
+    Action,
+    Apply,
+    Called,
+    CatchUp,
+    GiveUp,
+    Note,
+    Reduce,
+    Send,
+    SendInput,
+    SendResult,
+)
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
+from lightning_hivemind.engine.native.protocol.peer import Peer
+from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.protocol.settings import Settings
+
+if TYPE_CHECKING:
+    from lightning_hivemind.simulation.world import World
+
+MESSAGE_BYTES = 200
+
+
+@dataclass(kw_only=True)
+class Habits:
+    """How a modelled peer trains: a batch of ``batch_samples`` takes ``batch_s`` seconds."""
+
+    batch_samples: int = 8
+    batch_s: float = 0.1
+    reduces: bool = True
+    bandwidth: float = 1.0
+
+
+@dataclass(kw_only=True)
+class Parameters:
+    """Stands for a model's parameters: where they are in the lineage, and the digest of all that was applied."""
+
+    head: Head
+    digest: bytes
+
+
+@dataclass(kw_only=True)
+class Given:
+    """A contribution that was offered: its samples, until it is known what became of them."""
+
+    contribution: Contribution
+    samples: frozenset[str] = frozenset()
+
+
+@dataclass(kw_only=True)
+class Inbox:
+    """What a round has brought: inputs of own chunks by (chunk, peer), reduced ones and results by chunk."""
+
+    inputs: dict[tuple[int, str], Contribution] = field(default_factory=dict)
+    reduced: dict[int, bytes] = field(default_factory=dict)
+    results: dict[int, bytes] = field(default_factory=dict)
+
+
+class SimulatedPeer:
+    """One peer of a :class:`~.world.World`."""
+
+    def __init__(self, world: World, name: str, incarnation: int, settings: Settings, habits: Habits) -> None:
+        self.world, self.name, self.settings, self.habits = world, name, settings, habits
+        self.alive, self.frozen = True, False
+        tag = f"{name}#{incarnation}"
+        self.core = Peer(settings, name, tag.encode(), reduces=habits.reduces)
+        self.parameters: Parameters | None = None
+        #: commits that this peer applied, oldest first
+        self.applied: list[Commit] = []
+        #: averages that are to be applied next, and whether their bytes are here
+        self._averages: deque[tuple[Commit, bool]] = deque()
+        self.pool: set[str] = set()
+        self.offered: dict[int, Given] = {}
+        self.boxes: dict[RoundId, Inbox] = {}
+        self.notes: list[Note] = []
+        #: samples that were dropped because it cannot be known whether a commit has them
+        self.dropped = 0
+        self.tag, self.made, self._numbers = tag, 0, incarnation << 32
+        self._first_number = self._numbers
+        self._mine: dict[RoundId, Contribution | None] = {}
+        self._ticking_at = float("inf")
+
+    @property
+    def head(self) -> Head:
+        """Of the parameters: what the protocol knows to be committed may be about to be applied."""
+        assert self.parameters is not None
+        return self.parameters.head
+
+    # ------------------------------------------------------------------ training
+
+    def start(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self.core.adopt(parameters.head, (), self.world.now)
+        self.carry_out()
+        self.world.clock.after(self.habits.batch_s, self._batch)
+
+    def _batch(self) -> None:
+        if not self.alive:
+            return
+        if not self.frozen:
+            for _ in range(self.habits.batch_samples):
+                self.made += 1
+                self.pool.add(f"{self.tag}/{self.made}")
+            self._report_pool()
+        self.world.clock.after(self.habits.batch_s, self._batch)
+
+    def _report_pool(self) -> None:
+        self.core.contributed(len(self.pool), self.world.now)
+        self.carry_out()
+
+    # ------------------------------------------------------------------ what comes in
+
+    def receive(self, sender: str, message: Message) -> None:
+        self.core.receive(sender, message, self.world.now)
+        self.carry_out()
+
+    def take_input(self, sender: str, round_id: RoundId, chunk: int, contribution: Contribution) -> None:
+        self._box(round_id).inputs[chunk, sender] = contribution
+        self.core.input_arrived(round_id, chunk, sender, self.world.now)
+        self.carry_out()
+
+    def take_result(self, owner: str, round_id: RoundId, chunk: int, version: int, value: bytes) -> None:
+        if self.core.result_arrived(round_id, chunk, version, value, owner, self.world.now):
+            self._box(round_id).results[chunk] = value
+        self.carry_out()
+
+    def lost(self, peer: str) -> None:
+        self.core.lost(peer, self.world.now)
+        self.carry_out()
+
+    def tick(self) -> None:
+        self._ticking_at = float("inf")
+        if self.alive and not self.frozen:
+            self.core.tick(self.world.now)
+            self.carry_out()
+
+    # ------------------------------------------------------------------ what goes out
+
+    def carry_out(self) -> None:
+        """Do what the protocol wants, until it wants nothing more."""
+        while actions := self.core.take():
+            for action in actions:
+                self._do(action)
+        due = max(self.core.deadline, self.world.now + 0.001)
+        if due < self._ticking_at:
+            self._ticking_at = due
+            self.world.clock.at(due, self.tick)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send(to=to, message=message):
+                self.world.send(self, to, MESSAGE_BYTES, lambda other: other.receive(self.name, message))
+            case Called(round=round_id):
+                self._join(round_id)
+            case SendInput(round=round_id, chunk=chunk, to=to):
+                mine = self._mine[round_id]
+                assert mine is not None, "asked to give in a round to which nothing was offered"
+                self.world.send(
+                    self,
+                    to,
+                    self.world.chunk_bytes,
+                    lambda other: other.take_input(self.name, round_id, chunk, mine),
+                )
+            case Reduce():
+                self._reduce(action)
+            case SendResult(round=round_id, chunk=chunk, version=version, to=to):
+                value = self._box(round_id).reduced[chunk]
+                for peer in to:
+                    self.world.send(
+                        self,
+                        peer,
+                        self.world.chunk_bytes,
+                        lambda other: other.take_result(self.name, round_id, chunk, version, value),
+                    )
+            case Apply():
+                self._apply(action)
+            case GiveUp(round=round_id):
+                self._mine.pop(round_id, None)
+                self.boxes.pop(round_id, None)
+            case CatchUp():
+                self.world.clock.after(self.world.state_s, lambda: self._catch_up(action))
+            case Note():
+                self.notes.append(action)
+
+    def _join(self, round_id: RoundId) -> None:
+        contribution = None
+        if self.pool:
+            self._numbers += 1
+            contribution = Contribution(peer=self.name, number=self._numbers, samples=len(self.pool))
+            self.offered[self._numbers] = Given(contribution=contribution, samples=frozenset(self.pool))
+            self.world.register(contribution, frozenset(self.pool))
+        self._mine[round_id] = contribution
+        offer = Offer(contribution=contribution, reduces=self.habits.reduces, bandwidth=self.habits.bandwidth)
+        self.core.join(round_id, offer, self.world.now)
+
+    def _reduce(self, action: Reduce) -> None:
+        box = self._box(action.round)
+        stored = tuple(box.inputs[action.chunk, one.peer] for one in action.contributions)
+        assert stored == action.contributions, "an input is not the one that the plan names"
+        # who reduces makes a difference, as it does between unlike machines
+        parts = f"{action.chunk} {action.version} {self.tag} {stored}"
+        box.reduced[action.chunk] = hashlib.sha256(parts.encode()).digest()[:16]
+        self.core.reduced(action.round, action.chunk, action.version, self.world.now)
+
+    def _apply(self, action: Apply) -> None:
+        box = self.boxes.pop(action.commit.round, Inbox())
+        if action.complete:
+            state = hashlib.sha256()
+            for chunk in range(self.settings.chunks):
+                state.update(box.results[chunk])
+            assert state.digest()[:16] == action.commit.digest, "not the bytes that were committed"
+        self._averages.append((action.commit, action.complete))
+        self._step()
+        self._forget(action.commit)
+        self._report_pool()
+
+    def _step(self) -> None:
+        """Apply what is here, in order; fetch the first average that is not."""
+        while self._averages:
+            commit, here = self._averages[0]
+            if not here:
+                self.world.clock.after(self.world.state_s, partial(self._fetch, commit))
+                return
+            self._averages.popleft()
+            assert self.parameters is not None
+            assert self.parameters.head == commit.parent, "a step that does not follow the one before"
+            digest = hashlib.sha256(self.parameters.digest + commit.digest).digest()[:16]
+            self.parameters = Parameters(head=commit.head, digest=digest)
+            self.applied.append(commit)
+            self.world.check(self, commit)
+
+    def _forget(self, commit: Commit) -> None:
+        """What is in the commit does not count again."""
+        for one in commit.contributions:
+            if one.peer == self.name and one.number in self.offered:
+                self.pool -= self.offered.pop(one.number).samples
+
+    def _fetch(self, commit: Commit) -> None:
+        if not self.alive or not self._averages or self._averages[0] != (commit, False):
+            return
+        if any(self.world.connected(self, other) and commit in other.applied for other in self.world.others(self)):
+            self._averages[0] = (commit, True)
+            self._step()
+            self.carry_out()
+        else:
+            self._copy_state()
+
+    def _catch_up(self, action: CatchUp) -> None:
+        if self.alive:
+            self._copy_state()
+
+    def _copy_state(self) -> None:
+        """Take over the heaviest state in reach. If there is none but this peer's own, go on with that."""
+        assert self.parameters is not None
+        best: SimulatedPeer = self
+        for other in self.world.others(self):
+            if self.world.connected(self, other) and other.parameters is not None:
+                assert best.parameters is not None
+                if other.parameters.head.outweighs(best.parameters.head):
+                    best = other
+        assert best.parameters is not None
+        self._averages.clear()
+        if best is not self:
+            known = best.applied
+            self.parameters = Parameters(head=best.parameters.head, digest=best.parameters.digest)
+            start = next((i for i, one in enumerate(known) if one.parent == self.core.head), None)
+            if start is None:
+                self.dropped += len(self.pool)  # what became of them cannot be known
+                self.pool.clear()
+                self.offered.clear()
+            forsaken = set(self.applied) - set(known)
+            mine = [one for commit in forsaken for one in commit.contributions if one.peer == self.name]
+            self.dropped += sum(one.samples for one in mine if one.number > self._first_number)
+            self.applied = list(known)
+            for commit in known[start:] if start is not None else ():
+                self._forget(commit)
+        self.core.adopt(self.parameters.head, tuple(self.applied[-8:]), self.world.now)
+        self._report_pool()
+
+    def _box(self, round_id: RoundId) -> Inbox:
+        return self.boxes.setdefault(round_id, Inbox())

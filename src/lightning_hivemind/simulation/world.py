@@ -1,0 +1,198 @@
+"""Peers, the network between them, their records, and the invariants that must hold whatever happens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.simulation.clock import Clock
+from lightning_hivemind.simulation.network import Network
+from lightning_hivemind.simulation.trainer import Habits, Parameters, SimulatedPeer
+
+#: how often a peer publishes its record, and how late the others read it
+RECORD_S = 1.0
+
+
+class World:
+    """See the module. Everything random comes from the network's seed, so a run repeats exactly."""
+
+    def __init__(
+        self, settings: Settings, network: Network, *, chunk_bytes: int = 1 << 20, state_s: float = 0.3
+    ) -> None:
+        self.settings, self.network = settings, network
+        self.chunk_bytes, self.state_s = chunk_bytes, state_s
+        self.clock = Clock()
+        self.peers: dict[str, SimulatedPeer] = {}
+        self.cuts: set[frozenset[str]] = set()
+        #: digest of the parameters at each head, and the commits that extend each head
+        self.parameters: dict[Head, bytes] = {}
+        self.children: defaultdict[Head, set[Commit]] = defaultdict(set)
+        self._contents: dict[Contribution, frozenset[str]] = {}
+        self._incarnations: defaultdict[str, int] = defaultdict(int)
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    # ------------------------------------------------------------------ peers
+
+    def add(self, name: str, habits: Habits | None = None) -> SimulatedPeer:
+        """A new peer, or one that starts again: the first is the founder, others take a living one's state."""
+        if name in self.peers:
+            self.peers[name].alive = False  # so quickly that nobody noticed its end
+        self._incarnations[name] += 1
+        peer = SimulatedPeer(self, name, self._incarnations[name], self.settings, habits or Habits())
+        donors = [one for one in self.peers.values() if one.alive and one.parameters is not None and one.name != name]
+        self.peers[name] = peer
+        if donors:
+            best = max(donors, key=lambda one: (one.parameters.head.samples, one.name))  # type: ignore[union-attr]
+            assert best.parameters is not None
+            peer.applied = list(best.applied)
+            for one in donors:  # a joiner reads the others' records before it starts
+                assert one.core.head is not None
+                peer.core.saw(one.name, one.core.head, one.core.samples, one.habits.reduces, self.now, self.now)
+            peer.start(Parameters(head=best.parameters.head, digest=best.parameters.digest))
+        else:
+            peer.start(Parameters(head=Head.root(self.settings.run, name), digest=b"initial"))
+        self._publish(peer)
+        return peer
+
+    def living(self) -> list[SimulatedPeer]:
+        return [peer for peer in self.peers.values() if peer.alive]
+
+    def others(self, peer: SimulatedPeer) -> Iterator[SimulatedPeer]:
+        return (one for one in self.living() if one is not peer)
+
+    def _publish(self, peer: SimulatedPeer) -> None:
+        """Its record in the DHT: everybody who is connected reads it sooner or later."""
+        if not peer.alive or self.peers[peer.name] is not peer:
+            return
+        core = peer.core
+        if not peer.frozen and core.head is not None:
+            head, samples, stamp = core.head, core.samples, self.now
+            for other in self.others(peer):
+                if self.connected(peer, other):
+                    self._deliver_record(peer.name, other, head, samples, peer.habits.reduces, stamp)
+        self.clock.after(RECORD_S, lambda: self._publish(peer))
+
+    def _deliver_record(
+        self, name: str, other: SimulatedPeer, head: Head, samples: int, reduces: bool, stamp: float
+    ) -> None:
+        def arrive() -> None:
+            if other.alive and not other.frozen:
+                other.core.saw(name, head, samples, reduces, stamp, self.now)
+                other.carry_out()
+
+        self.clock.after(self.network.detection_s(other.name, name) * 0.25, arrive)
+
+    # ------------------------------------------------------------------ the network
+
+    def send(self, sender: SimulatedPeer, to: str, size_bytes: int, arrive: Callable[[SimulatedPeer], None]) -> None:
+        """``arrive`` is called with the receiver, if and when it gets there."""
+        target = self.peers.get(to)
+        if target is None:
+            return
+        if target is sender:
+            self.clock.after(0.0, lambda: arrive(target) if target.alive else None)
+            return
+        for time in self.network.deliveries(sender.name, to, size_bytes, self.now):
+            self._deliver(sender, target, time, arrive)
+
+    def _deliver(
+        self, sender: SimulatedPeer, target: SimulatedPeer, time: float, arrive: Callable[[SimulatedPeer], None]
+    ) -> None:
+        def deliver() -> None:
+            if not target.alive or self.peers[target.name] is not target or not self.connected(sender, target):
+                return
+            if target.frozen:
+                self.clock.after(0.5, deliver)  # it lies in the socket until the process goes on
+            else:
+                arrive(target)
+
+        self.clock.at(time, deliver)
+
+    def connected(self, one: SimulatedPeer, other: SimulatedPeer) -> bool:
+        return frozenset({one.name, other.name}) not in self.cuts
+
+    # ------------------------------------------------------------------ faults
+
+    def crash(self, name: str) -> None:
+        """``kill -9``."""
+        peer = self.peers[name]
+        peer.alive = False
+        for other in list(self.others(peer)):
+            self._notice(other.name, name, lambda: not self.peers[name].alive)
+
+    def freeze(self, name: str) -> None:
+        """``SIGSTOP``: connections stay, so only its silence tells."""
+        peer = self.peers[name]
+        peer.frozen = True
+        for other in list(self.others(peer)):
+            self._notice(other.name, name, lambda: peer.frozen, self.settings.detect_s)
+
+    def thaw(self, name: str) -> None:
+        peer = self.peers[name]
+        if peer.alive and peer.frozen:
+            peer.frozen = False
+            peer.tick()
+
+    def cut(self, one: str, other: str) -> None:
+        """No packet gets through between these two."""
+        pair = frozenset({one, other})
+        self.cuts.add(pair)
+        for observer, gone in ((one, other), (other, one)):
+            self._notice(observer, gone, lambda: pair in self.cuts)
+
+    def join(self, one: str, other: str) -> None:
+        """The end of a cut."""
+        self.cuts.discard(frozenset({one, other}))
+
+    def heal(self) -> None:
+        self.cuts.clear()
+
+    def _notice(self, observer: str, gone: str, still: Callable[[], bool], silence_s: float = 0.0) -> None:
+        def notice() -> None:
+            peer = self.peers[observer]
+            if peer.alive and not peer.frozen and still():
+                peer.lost(gone)
+
+        self.clock.after(max(silence_s, self.network.detection_s(observer, gone)), notice)
+
+    # ------------------------------------------------------------------ what must hold
+
+    def register(self, contribution: Contribution, samples: frozenset[str]) -> None:
+        """Which samples a contribution stands for."""
+        assert contribution not in self._contents, "two contributions with one number"
+        self._contents[contribution] = samples
+
+    def check(self, peer: SimulatedPeer, commit: Commit) -> None:
+        """After a step: the same bytes gave the same parameters as everywhere else (I2)."""
+        assert peer.parameters is not None
+        known = self.parameters.setdefault(commit.head, peer.parameters.digest)
+        assert known == peer.parameters.digest, f"{peer.name} has other parameters at epoch {commit.head.epoch}"
+        self.children[commit.parent].add(commit)
+
+    @property
+    def forks(self) -> int:
+        """Heads that were extended in more than one way."""
+        return sum(len(commits) > 1 for commits in self.children.values())
+
+    def check_ledger(self, peer: SimulatedPeer) -> None:
+        """The lineage that this peer is on is one chain (I4), and no sample is in two commits of it (I3).
+
+        Nor is one lost: this peer's are in a commit, or wait for one, or were dropped and counted.
+        """
+        seen: set[str] = set()
+        for before, after in zip(peer.applied, peer.applied[1:], strict=False):
+            assert after.parent == before.head
+        for commit in peer.applied:
+            for one in commit.contributions:
+                samples = self._contents[one]
+                assert not samples & seen, f"samples of {one.peer} count twice"
+                seen |= samples
+        committed = {sample for sample in seen if sample.startswith(f"{peer.tag}/")}
+        assert not committed & peer.pool, f"samples of {peer.name} would count twice"
+        lost = peer.made - len(committed) - len(peer.pool) - peer.dropped
+        assert lost == 0, f"{lost} samples of {peer.name} are lost in silence"
