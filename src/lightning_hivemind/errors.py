@@ -6,7 +6,8 @@
     ├── NetworkError (RuntimeError)
     │   ├── AddressError (ValueError)      an address that is no multiaddress, or that cannot work
     │   ├── DaemonError                    the libp2p daemon did not start, or died
-    │   └── JoinError                      none of ``initial_peers`` answered
+    │   ├── JoinError                      none of ``initial_peers`` answered
+    │   └── WireError                      another peer sent what cannot be understood, or is not who it should be
     └── SwarmError (RuntimeError)
         ├── SchemaMismatchError            another peer of this run trains another model
         ├── StateError                     no peer's state could be downloaded or used
@@ -45,6 +46,10 @@ class DaemonError(NetworkError):
 
 class JoinError(NetworkError):
     """None of ``initial_peers`` could be reached."""
+
+
+class WireError(NetworkError):
+    """What came from another peer cannot be understood, or it is not the peer that it should be. It is not used."""
 
 
 class SwarmError(LightningHivemindError, RuntimeError):

@@ -1,0 +1,72 @@
+"""The unit of every connection: a header of fixed size, then the bytes of a message or of one chunk."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lightning_hivemind.errors import WireError
+
+PROTOCOL = 1
+_MAGIC = b"LHMD"
+#: magic, protocol, kind, round, chunk, plan version, length of what follows, CRC-32 of it
+_LAYOUT = struct.Struct("!4sBB16sIIII")
+HEADER_BYTES = _LAYOUT.size
+NO_ROUND = bytes(16)
+
+
+class Kind(IntEnum):
+    """What follows a header."""
+
+    HELLO = 1  #: the first frame of a connection: the token that was given over libp2p
+    PING = 2  #: nothing; says that the sender lives
+    MESSAGE = 3  #: a message of the protocol, see ``encoding``
+    INPUT = 4  #: a member's contribution to a chunk, encoded
+    RESULT = 5  #: a reduced chunk, encoded
+    REQUEST = 6  #: a question of ``state``
+    STATE = 7  #: a part of an answer to it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Header:
+    """What is known of a frame before its bytes are there.
+
+    Attributes:
+        round: id of the round, 16 bytes; zeros where there is none.
+        chunk, version: of the chunk and of the plan.
+        length: bytes that follow.
+        checksum: CRC-32 of them. Over TLS nobody needs to verify it; for results it is what the digest is made of.
+    """
+
+    kind: Kind
+    round: bytes = NO_ROUND
+    chunk: int = 0
+    version: int = 0
+    length: int = 0
+    checksum: int = 0
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(
+            _MAGIC, PROTOCOL, self.kind, self.round, self.chunk, self.version, self.length, self.checksum
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
+        """Read :data:`HEADER_BYTES` bytes.
+
+        Raises:
+            WireError: these are no header of this protocol: the stream cannot be read on.
+        """
+        if len(data) != HEADER_BYTES:
+            raise WireError(f"a header of {len(data)} bytes instead of {HEADER_BYTES}")
+        magic, protocol, kind, round_id, chunk, version, length, checksum = _LAYOUT.unpack(data)
+        if magic != _MAGIC:
+            raise WireError(f"no frame of lightning-hivemind: it begins with {bytes(magic)!r}")
+        if protocol != PROTOCOL:
+            raise WireError(f"protocol {protocol}, this peer speaks {PROTOCOL}: use the same release on all peers")
+        try:
+            known = Kind(kind)
+        except ValueError:
+            raise WireError(f"unknown kind of frame {kind}") from None
+        return cls(kind=known, round=bytes(round_id), chunk=chunk, version=version, length=length, checksum=checksum)

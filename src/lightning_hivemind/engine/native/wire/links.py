@@ -1,0 +1,230 @@
+"""All connections of this peer: made when first needed, kept across rounds, given up when the other end is dead."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_hivemind.engine.native.wire.connection import (
+    BUFFER_BYTES,
+    DRAIN_BYTES,
+    TOKEN_BYTES,
+    close,
+    read_exactly,
+    read_frame,
+    tune,
+    why,
+)
+from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.outlet import Outlet
+from lightning_hivemind.engine.native.wire.sink import Introduction, Payload, PeerId, Sink
+from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
+from lightning_hivemind.errors import WireError
+
+log = logging.getLogger("lightning_hivemind")
+
+HANDSHAKE_S = 10.0
+#: connections that have not said who they are, at most
+STRANGERS = 64
+
+
+@dataclass(eq=False, slots=True)
+class _Inlet:
+    """A connection to read from, and whose it is, once it has said so."""
+
+    sock: socket.socket
+    peer: PeerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Who may come with a token, until when."""
+
+    peer: PeerId
+    until: float
+
+
+class Links:
+    """Sends frames to peers by id, and hands over what they send.
+
+    Args:
+        certificate: None sends everything in the clear.
+        introduce: asks a peer over libp2p how it can be reached, and for a token; may block, may raise OSError.
+        detect_s: a peer that sends nothing for so long is lost.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        *,
+        certificate: Certificate | None,
+        introduce: Callable[[PeerId], Introduction],
+        detect_s: float,
+    ) -> None:
+        self._sink, self._certificate, self._introduce, self._detect_s = sink, certificate, introduce, detect_s
+        self._client = client_context() if certificate is not None else None
+        self._lock = threading.Lock()
+        self._outlets: dict[PeerId, Outlet] = {}
+        self._inlets: set[_Inlet] = set()
+        self._expected: dict[bytes, _Expected] = {}
+        self._listener: socket.socket | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ the way in
+
+    def listen(self, host: str = "0.0.0.0", port: int = 0) -> int:
+        """Accept connections from now on; returns the port."""
+        listener = socket.create_server((host, port), backlog=128)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), name="accepts", daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    def expect(self, peer: PeerId) -> bytes:
+        """A token with which ``peer``, which libp2p has authenticated, may connect once."""
+        token, now = secrets.token_bytes(TOKEN_BYTES), time.monotonic()
+        with self._lock:
+            self._expected = {known: one for known, one in self._expected.items() if one.until > now}
+            self._expected[token] = _Expected(peer, now + 3 * HANDSHAKE_S)
+        return token
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # closed
+            inlet = _Inlet(sock)
+            with self._lock:
+                strangers = sum(one.peer is None for one in self._inlets)
+                welcome = strangers < STRANGERS and not self._closed
+                if welcome:
+                    self._inlets.add(inlet)
+            if welcome:
+                threading.Thread(target=self._read, args=(inlet,), name="from ?", daemon=True).start()
+            else:
+                close(sock)
+
+    def _read(self, inlet: _Inlet) -> None:
+        """One connection from its handshake to its end."""
+        try:
+            inlet.sock = self._handshake(inlet.sock)
+            inlet.peer = peer = self._identify(inlet.sock)
+            threading.current_thread().name = f"from {peer[-6:]}"
+            inlet.sock.settimeout(self._detect_s)
+            self.send(peer, Header(kind=Kind.PING))  # there are always both directions: each hears that the other lives
+            scratch = bytearray(DRAIN_BYTES)
+            while True:
+                read_frame(inlet.sock, peer, self._sink, scratch)
+        except (OSError, WireError) as error:
+            self._ended(inlet, error)
+        finally:
+            close(inlet.sock)
+
+    def _ended(self, inlet: _Inlet, error: Exception) -> None:
+        with self._lock:
+            self._inlets.discard(inlet)
+            outlet = self._outlets.get(inlet.peer) if inlet.peer is not None else None
+            replaced = any(one.peer == inlet.peer for one in self._inlets)
+        if self._closed:
+            return
+        if isinstance(error, WireError):
+            log.warning("a connection of %s was closed: %s", inlet.peer or "a stranger", error)
+        if inlet.peer is None or replaced:
+            return
+        if isinstance(error, TimeoutError):
+            # it sends nothing, not even pings: frozen or cut off, whatever becomes of what is sent to it
+            if outlet is not None:
+                self._forget(outlet)
+            self._sink.lost(inlet.peer, why(error))
+        else:
+            self.send(inlet.peer, Header(kind=Kind.PING))  # it connects again, or this finds that it is dead
+
+    def _handshake(self, plain: socket.socket) -> socket.socket:
+        tune(plain, HANDSHAKE_S)
+        if self._certificate is None:
+            return plain
+        try:
+            return self._certificate.server.wrap_socket(plain, server_side=True)
+        except ssl.SSLError as error:
+            raise WireError(f"no TLS handshake: {why(error)}") from None
+
+    def _identify(self, sock: socket.socket) -> PeerId:
+        """Whose connection this is, by the token in its first frame."""
+        frame = memoryview(bytearray(HEADER_BYTES + TOKEN_BYTES))
+        read_exactly(sock, frame)
+        header, token = Header.unpack(frame[:HEADER_BYTES]), bytes(frame[HEADER_BYTES:])
+        if header.kind is not Kind.HELLO or header.length != TOKEN_BYTES:
+            raise WireError("a connection that does not begin with a token")
+        with self._lock:
+            match = next((known for known in self._expected if hmac.compare_digest(known, token)), None)
+            expected = self._expected.pop(match) if match is not None else None
+        if expected is None or expected.until < time.monotonic():
+            raise WireError("a token that was not given, was used before, or is too old")
+        return expected.peer
+
+    # ------------------------------------------------------------------ the way out
+
+    def send(self, peer: PeerId, header: Header, payload: Payload = ()) -> None:
+        """Queue a frame for ``peer``; connects if there is no connection yet. Never blocks."""
+        with self._lock:
+            if self._closed:
+                return
+            outlet = self._outlets.get(peer)
+            if outlet is None:
+                outlet = self._outlets[peer] = Outlet(
+                    peer,
+                    introduce=self._introduce,
+                    context=self._client,
+                    patience_s=self._detect_s,
+                    lost=self._outlet_lost,
+                )
+        outlet.send(header, payload)
+
+    def _outlet_lost(self, outlet: Outlet, reason: str) -> None:
+        self._forget(outlet)
+        if not self._closed:
+            self._sink.lost(outlet.peer, reason)
+
+    def _forget(self, outlet: Outlet) -> None:
+        with self._lock:
+            if self._outlets.get(outlet.peer) is outlet:
+                del self._outlets[outlet.peer]
+        outlet.close()
+
+    # ------------------------------------------------------------------ the end
+
+    def drop(self, peer: PeerId) -> None:
+        """Close what there is with ``peer``; it may connect again."""
+        with self._lock:
+            outlet = self._outlets.pop(peer, None)
+            inlets = [one for one in self._inlets if one.peer == peer]
+        if outlet is not None:
+            outlet.close()
+        for inlet in inlets:
+            close(inlet.sock)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Close everything; threads end within ``timeout_s``. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            outlets, inlets = list(self._outlets.values()), list(self._inlets)
+            self._outlets.clear()
+        if self._listener is not None:
+            close(self._listener)
+        for outlet in outlets:
+            outlet.close()
+        for inlet in inlets:
+            close(inlet.sock)
+        deadline = time.monotonic() + timeout_s
+        for outlet in outlets:
+            with contextlib.suppress(RuntimeError):  # closed from its own thread
+                outlet.join(max(0.0, deadline - time.monotonic()))

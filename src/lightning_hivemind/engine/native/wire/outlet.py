@@ -1,0 +1,165 @@
+"""Everything that this peer sends to one other peer: one thread that connects, and connects again when it must."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from lightning_hivemind.engine.native.wire.connection import close, tune, why, write
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.sink import Introduction, Payload, PeerId
+from lightning_hivemind.engine.native.wire.tls import check_pinned
+from lightning_hivemind.errors import LightningHivemindError
+
+#: a connection on which nothing is to be sent says so often that it lives
+PING_S = 0.5
+RETRY_S = 0.1
+
+
+class Gone(Exception):
+    """The peer cannot be reached: its process has ended, or nobody answered for too long."""
+
+
+class Outlet:
+    """Sends frames in order, messages before chunks; never blocks the caller.
+
+    Frames that were handed over while a connection broke may be lost: the protocol asks for them again.
+    """
+
+    def __init__(
+        self,
+        peer: PeerId,
+        *,
+        introduce: Callable[[PeerId], Introduction],
+        context: ssl.SSLContext | None,
+        patience_s: float,
+        lost: Callable[[Outlet, str], None],
+    ) -> None:
+        self.peer = peer
+        self._introduce, self._context, self._patience_s, self._lost = introduce, context, patience_s, lost
+        self._urgent: deque[tuple[Header, Payload]] = deque()
+        self._bulk: deque[tuple[Header, Payload]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._sock: socket.socket | None = None
+        self._given: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name=f"to {peer[-6:]}", daemon=True)
+        self._thread.start()
+
+    def send(self, header: Header, payload: Payload = ()) -> None:
+        """Queue a frame. ``payload`` must not change until the round is over."""
+        with self._changed:
+            queue = self._urgent if header.kind is Kind.MESSAGE else self._bulk
+            queue.append((header, payload))
+            self._changed.notify()
+
+    def give(self, sock: socket.socket) -> None:
+        """A connection that the other peer, which cannot be dialled, has made for this peer to send on."""
+        with self._changed:
+            if self._given is not None:
+                close(self._given)
+            self._given = sock
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            for sock in (self._sock, self._given):
+                if sock is not None:
+                    close(sock)
+            self._changed.notify()
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        reason = ""
+        try:
+            while not self._closed:
+                with self._connect() as sock:
+                    self._pump(sock)
+        except Gone as error:
+            reason = str(error)
+        if not self._closed:
+            self._lost(self, reason)
+
+    def _pump(self, sock: socket.socket) -> None:
+        """Send until the connection breaks."""
+        try:
+            while not self._closed:
+                frame = self._next()
+                write(sock, *(frame if frame is not None else (Header(kind=Kind.PING),)))
+        except OSError:
+            pass  # connected again, or found to be gone, by the caller
+
+    def _next(self) -> tuple[Header, Payload] | None:
+        with self._changed:
+            if not self._urgent and not self._bulk and not self._closed:
+                self._changed.wait(PING_S)
+            queue = self._urgent or self._bulk
+            return queue.popleft() if queue else None
+
+    def _connect(self) -> socket.socket:
+        """A connection, or Gone when there is none within the patience."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                introduction = self._introduce(self.peer)
+                sock = self._dial(introduction, deadline) if introduction.endpoints else self._await(deadline)
+                break
+            except ConnectionRefusedError:
+                raise Gone("its process has ended: nobody listens at its address") from None
+            except (OSError, LightningHivemindError) as error:
+                if self._closed or time.monotonic() + RETRY_S >= deadline:
+                    raise Gone(f"cannot be reached: {why(error)}") from error
+                time.sleep(RETRY_S)
+        with self._changed:
+            self._sock = sock
+            if self._closed:
+                close(sock)
+        return sock
+
+    def _dial(self, introduction: Introduction, deadline: float) -> socket.socket:
+        """Try the endpoints in order; raises the last one's error."""
+        failure: OSError = ConnectionError("it has no address")
+        for endpoint in introduction.endpoints:
+            try:
+                plain = socket.create_connection(endpoint, timeout=max(0.1, deadline - time.monotonic()))
+            except OSError as error:
+                failure = error
+                continue
+            try:
+                return self._greet(plain, introduction)
+            except BaseException:
+                close(plain)
+                raise
+        raise failure
+
+    def _greet(self, plain: socket.socket, introduction: Introduction) -> socket.socket:
+        tune(plain, self._patience_s)
+        sock: socket.socket = plain
+        if self._context is not None:
+            secure = self._context.wrap_socket(plain)
+            check_pinned(secure, introduction.fingerprint)
+            sock = secure
+        write(sock, Header(kind=Kind.HELLO, length=len(introduction.token)), (introduction.token,))
+        return sock
+
+    def _await(self, deadline: float) -> socket.socket:
+        """Until the other peer, which was asked over libp2p, has dialled."""
+        with self._changed:
+            while self._given is None and not self._closed:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
+                self._changed.wait(left_s)
+            if self._given is None:
+                raise ConnectionAbortedError("closing")
+            sock, self._given = self._given, None
+            return sock

@@ -1,0 +1,215 @@
+"""Connections over real sockets: what arrives, who may come in, who is found to be dead."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.engine.native.wire.sink import Introduction
+from lightning_hivemind.engine.native.wire.tls import Certificate
+from lightning_hivemind.errors import WireError
+
+DETECT_S = 2.0
+WAIT_S = 20.0
+LARGEST = 32 << 20
+
+
+class Ledger:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, Header, bytes]] = []
+        self.losses: list[tuple[str, str]] = []
+
+    def room(self, peer: str, header: Header) -> memoryview | None:
+        if header.length > LARGEST:
+            raise WireError(f"{header.length} bytes are more than the schema has")
+        return memoryview(bytearray(header.length)) if header.kind is not Kind.STATE else None
+
+    def moved(self, peer: str, header: Header) -> None:
+        pass
+
+    def arrived(self, peer: str, header: Header, payload: memoryview | None) -> None:
+        self.frames.append((peer, header, bytes(payload) if payload is not None else b""))
+
+    def lost(self, peer: str, reason: str) -> None:
+        self.losses.append((peer, reason))
+
+
+class Town:
+    """Peers in one process that introduce themselves to one another, as libp2p would let them."""
+
+    def __init__(self, *, secure: bool) -> None:
+        self._secure = secure
+        self.links: dict[str, Links] = {}
+        self.ledgers: dict[str, Ledger] = {}
+        self.ports: dict[str, int] = {}
+        self.certificates: dict[str, Certificate | None] = {}
+
+    def add(self, name: str) -> Links:
+        self.certificates[name] = certificate = Certificate.create() if self._secure else None
+        self.ledgers[name] = Ledger()
+
+        def introduce(peer: str) -> Introduction:
+            if peer not in self.links:
+                raise ConnectionRefusedError(peer)
+            shown = self.certificates[peer]
+            return Introduction(
+                endpoints=(("127.0.0.1", self.ports[peer]),),
+                fingerprint=shown.fingerprint if shown is not None else b"",
+                token=self.links[peer].expect(name),
+            )
+
+        self.links[name] = links = Links(
+            self.ledgers[name], certificate=certificate, introduce=introduce, detect_s=DETECT_S
+        )
+        self.ports[name] = links.listen("127.0.0.1")
+        return links
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {WAIT_S} s: {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture(params=[True, False], ids=["TLS", "in the clear"])
+def town(request: pytest.FixtureRequest) -> Iterator[Town]:
+    place = Town(secure=request.param)
+    before = set(threading.enumerate())
+    yield place
+    for links in place.links.values():
+        links.close()
+    wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")
+
+
+def test_frames_arrive_whole_and_in_order_in_both_directions(town: Town) -> None:
+    first, second = town.add("first"), town.add("second")
+    payloads = [os.urandom(size) for size in (0, 1, 100_000, 5 << 20, 17)]
+    for number, payload in enumerate(payloads):
+        half = len(payload) // 2
+        parts = (memoryview(payload)[:half], payload[half:])
+        first.send("second", Header(kind=Kind.INPUT, chunk=number, length=len(payload)), parts)
+        second.send("first", Header(kind=Kind.RESULT, chunk=number, length=len(payload)), parts)
+    for name, other, kind in (("second", "first", Kind.INPUT), ("first", "second", Kind.RESULT)):
+        ledger = town.ledgers[name]
+        wait_for(lambda ledger=ledger: len(ledger.frames) == len(payloads), f"{name} has everything")
+        assert [payload for _, _, payload in ledger.frames] == payloads
+        assert [(peer, header.kind, header.chunk) for peer, header, _ in ledger.frames] == [
+            (other, kind, number) for number in range(len(payloads))
+        ]
+
+
+def test_messages_overtake_chunks_that_wait(town: Town) -> None:
+    first = town.add("first")
+    town.add("second")
+    chunk = bytes(4 << 20)
+    for number in range(20):
+        first.send("second", Header(kind=Kind.INPUT, chunk=number, length=len(chunk)), (chunk,))
+    first.send("second", Header(kind=Kind.MESSAGE, length=3), (b"now",))
+    ledger = town.ledgers["second"]
+    wait_for(lambda: len(ledger.frames) == 21, "everything")
+    assert [header.kind for _, header, _ in ledger.frames].index(Kind.MESSAGE) < 20
+
+
+def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: Town) -> None:
+    first = town.add("first")
+    town.add("second")
+    first.send("second", Header(kind=Kind.STATE, length=1 << 20), (bytes(1 << 20),))
+    first.send("second", Header(kind=Kind.INPUT, length=2), (b"ok",))
+    ledger = town.ledgers["second"]
+    wait_for(lambda: len(ledger.frames) == 2, "both")
+    assert ledger.frames[1][2] == b"ok"
+
+
+def test_a_peer_whose_process_ends_is_lost_at_once(town: Town) -> None:
+    first, second = town.add("first"), town.add("second")
+    first.send("second", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["second"].frames, "a connection")
+    start = time.monotonic()
+    second.close()
+    wait_for(lambda: town.ledgers["first"].losses, "the loss")
+    assert town.ledgers["first"].losses == [("second", "its process has ended: nobody listens at its address")]
+    assert time.monotonic() - start < DETECT_S
+
+
+def test_a_connection_that_breaks_is_made_again(town: Town) -> None:
+    first, second = town.add("first"), town.add("second")
+    first.send("second", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["second"].frames, "a connection")
+    second.drop("first")
+    deadline = time.monotonic() + WAIT_S
+    while len(town.ledgers["second"].frames) < 2:
+        first.send("second", Header(kind=Kind.INPUT, chunk=2, length=2), (b"hi",))  # one may be lost on the way
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert town.ledgers["first"].losses == town.ledgers["second"].losses == []
+
+
+def test_a_frame_that_is_too_large_closes_that_connection_only(town: Town) -> None:
+    first, second, third = town.add("first"), town.add("second"), town.add("third")
+    third.send("second", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))
+    first.send("second", Header(kind=Kind.INPUT, length=LARGEST + 1), (b"more is said than comes",))
+    wait_for(lambda: town.ledgers["second"].frames, "the third's frame")
+    third.send("second", Header(kind=Kind.INPUT, chunk=2, length=2), (b"hi",))
+    wait_for(lambda: len(town.ledgers["second"].frames) == 2, "the third's second frame")
+    assert {peer for peer, _, _ in town.ledgers["second"].frames} == {"third"}
+    assert second is town.links["second"]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(200), os.urandom(200)], ids=["HTTP", "zeros", "random"]
+)
+def test_a_stranger_is_shown_out_and_nobody_else_notices(town: Town, garbage: bytes) -> None:
+    first = town.add("first")
+    town.add("second")
+    with socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as stranger:
+        stranger.sendall(garbage)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1000):
+                pass  # a TLS alert, perhaps; then the end
+    first.send("second", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["second"].frames, "a frame")
+    assert town.ledgers["second"].losses == []
+
+
+def test_a_token_serves_once() -> None:
+    town = Town(secure=False)
+    town.add("second")
+    token = town.links["second"].expect("first")
+    hello = Header(kind=Kind.HELLO, length=len(token)).pack() + token
+    frame = Header(kind=Kind.INPUT, length=2).pack() + b"hi"
+    with (
+        socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as good,
+        socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as thief,
+    ):
+        good.sendall(hello + frame)
+        wait_for(lambda: town.ledgers["second"].frames, "the frame of the first")
+        thief.sendall(hello + frame)
+        assert thief.recv(100) == b"", "the second use of a token was taken"
+    assert [peer for peer, _, _ in town.ledgers["second"].frames] == ["first"]
+    town.links["second"].close()
+
+
+def test_a_peer_that_falls_silent_is_lost() -> None:
+    """Frozen or cut off: its connections stay, nothing comes, and connecting anew leads nowhere."""
+    town = Town(secure=False)
+    town.add("second")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        token = town.links["second"].expect("first")
+        town.links["first"] = town.links["second"]  # whoever asks for it is sent to a listener that never answers
+        town.certificates["first"], town.ports["first"] = None, deaf.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as silent:
+            silent.sendall(Header(kind=Kind.HELLO, length=len(token)).pack() + token)
+            wait_for(lambda: town.ledgers["second"].losses, "the loss")
+    assert town.ledgers["second"].losses[0] == ("first", "silent for too long")
+    town.links["second"].close()
