@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_hivemind.engine.native.protocol.actions import (
     Action,
     Apply,
+    Begun,
     Called,
     CatchUp,
     GiveUp,
@@ -28,7 +29,7 @@ from lightning_hivemind.engine.native.protocol.actions import (
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
 from lightning_hivemind.engine.native.protocol.peer import Peer
-from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Given:
 @dataclass(kw_only=True)
 class Inbox:
     """What a round has brought: inputs of own chunks by (chunk, peer), reduced ones and results by chunk."""
+
+    plan: Plan | None = None
 
     inputs: dict[tuple[int, str], Contribution] = field(default_factory=dict)
     reduced: dict[int, bytes] = field(default_factory=dict)
@@ -136,8 +139,10 @@ class SimulatedPeer:
         self.carry_out()
 
     def take_result(self, owner: str, round_id: RoundId, chunk: int, version: int, value: bytes) -> None:
-        if self.core.result_arrived(round_id, chunk, version, value, owner, self.world.now):
+        plan = self._box(round_id).plan
+        if plan is None or plan.wants(chunk, version, owner):
             self._box(round_id).results[chunk] = value
+        self.core.result_arrived(round_id, chunk, version, value, owner, self.world.now)
         self.carry_out()
 
     def lost(self, peer: str) -> None:
@@ -168,6 +173,8 @@ class SimulatedPeer:
                 self.world.send(self, to, MESSAGE_BYTES, lambda other: other.receive(self.name, message))
             case Called(round=round_id):
                 self._join(round_id)
+            case Begun(plan=plan):
+                self._box(plan.round).plan = plan
             case SendInput(round=round_id, chunk=chunk, to=to):
                 mine = self._mine[round_id]
                 assert mine is not None, "asked to give in a round to which nothing was offered"

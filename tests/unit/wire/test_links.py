@@ -7,18 +7,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
-from lightning_hivemind.engine.native.wire.sink import Introduction
-from lightning_hivemind.engine.native.wire.tls import Certificate
 from lightning_hivemind.errors import WireError
+from swarm.town import WAIT_S, Town, wait_for
 
 DETECT_S = 2.0
-WAIT_S = 20.0
 LARGEST = 32 << 20
 
 
@@ -44,56 +42,29 @@ class Ledger:
         self.losses.append((peer, reason))
 
 
-class Town:
-    """Peers in one process that introduce themselves to one another, as libp2p would let them."""
+class City(Town):
+    """A town that keeps what everybody gets."""
 
     def __init__(self, *, secure: bool) -> None:
-        self._secure = secure
-        self.links: dict[str, Links] = {}
+        super().__init__(secure=secure, detect_s=DETECT_S)
         self.ledgers: dict[str, Ledger] = {}
-        self.ports: dict[str, int] = {}
-        self.certificates: dict[str, Certificate | None] = {}
 
-    def add(self, name: str) -> Links:
-        self.certificates[name] = certificate = Certificate.create() if self._secure else None
+    def settle(self, name: str) -> Links:
         self.ledgers[name] = Ledger()
-
-        def introduce(peer: str) -> Introduction:
-            if peer not in self.links:
-                raise ConnectionRefusedError(peer)
-            shown = self.certificates[peer]
-            return Introduction(
-                endpoints=(("127.0.0.1", self.ports[peer]),),
-                fingerprint=shown.fingerprint if shown is not None else b"",
-                token=self.links[peer].expect(name),
-            )
-
-        self.links[name] = links = Links(
-            self.ledgers[name], certificate=certificate, introduce=introduce, detect_s=DETECT_S
-        )
-        self.ports[name] = links.listen("127.0.0.1")
-        return links
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {WAIT_S} s: {what}"
-        time.sleep(0.01)
+        return self.add(name, self.ledgers[name])
 
 
 @pytest.fixture(params=[True, False], ids=["TLS", "in the clear"])
-def town(request: pytest.FixtureRequest) -> Iterator[Town]:
-    place = Town(secure=request.param)
+def town(request: pytest.FixtureRequest) -> Iterator[City]:
+    place = City(secure=request.param)
     before = set(threading.enumerate())
     yield place
-    for links in place.links.values():
-        links.close()
+    place.close()
     wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")
 
 
-def test_frames_arrive_whole_and_in_order_in_both_directions(town: Town) -> None:
-    first, second = town.add("first"), town.add("second")
+def test_frames_arrive_whole_and_in_order_in_both_directions(town: City) -> None:
+    first, second = town.settle("first"), town.settle("second")
     payloads = [os.urandom(size) for size in (0, 1, 100_000, 5 << 20, 17)]
     for number, payload in enumerate(payloads):
         half = len(payload) // 2
@@ -109,9 +80,9 @@ def test_frames_arrive_whole_and_in_order_in_both_directions(town: Town) -> None
         ]
 
 
-def test_messages_overtake_chunks_that_wait(town: Town) -> None:
-    first = town.add("first")
-    town.add("second")
+def test_messages_overtake_chunks_that_wait(town: City) -> None:
+    first = town.settle("first")
+    town.settle("second")
     chunk = bytes(4 << 20)
     for number in range(20):
         first.send("second", Header(kind=Kind.INPUT, chunk=number, length=len(chunk)), (chunk,))
@@ -121,9 +92,9 @@ def test_messages_overtake_chunks_that_wait(town: Town) -> None:
     assert [header.kind for _, header, _ in ledger.frames].index(Kind.MESSAGE) < 20
 
 
-def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: Town) -> None:
-    first = town.add("first")
-    town.add("second")
+def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: City) -> None:
+    first = town.settle("first")
+    town.settle("second")
     first.send("second", Header(kind=Kind.STATE, length=1 << 20), (bytes(1 << 20),))
     first.send("second", Header(kind=Kind.INPUT, length=2), (b"ok",))
     ledger = town.ledgers["second"]
@@ -131,8 +102,8 @@ def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: Town) -> N
     assert ledger.frames[1][2] == b"ok"
 
 
-def test_a_peer_whose_process_ends_is_lost_at_once(town: Town) -> None:
-    first, second = town.add("first"), town.add("second")
+def test_a_peer_whose_process_ends_is_lost_at_once(town: City) -> None:
+    first, second = town.settle("first"), town.settle("second")
     first.send("second", Header(kind=Kind.INPUT, length=2), (b"hi",))
     wait_for(lambda: town.ledgers["second"].frames, "a connection")
     start = time.monotonic()
@@ -142,8 +113,8 @@ def test_a_peer_whose_process_ends_is_lost_at_once(town: Town) -> None:
     assert time.monotonic() - start < DETECT_S
 
 
-def test_a_connection_that_breaks_is_made_again(town: Town) -> None:
-    first, second = town.add("first"), town.add("second")
+def test_a_connection_that_breaks_is_made_again(town: City) -> None:
+    first, second = town.settle("first"), town.settle("second")
     first.send("second", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))
     wait_for(lambda: town.ledgers["second"].frames, "a connection")
     second.drop("first")
@@ -155,8 +126,8 @@ def test_a_connection_that_breaks_is_made_again(town: Town) -> None:
     assert town.ledgers["first"].losses == town.ledgers["second"].losses == []
 
 
-def test_a_frame_that_is_too_large_closes_that_connection_only(town: Town) -> None:
-    first, second, third = town.add("first"), town.add("second"), town.add("third")
+def test_a_frame_that_is_too_large_closes_that_connection_only(town: City) -> None:
+    first, second, third = town.settle("first"), town.settle("second"), town.settle("third")
     third.send("second", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))
     first.send("second", Header(kind=Kind.INPUT, length=LARGEST + 1), (b"more is said than comes",))
     wait_for(lambda: town.ledgers["second"].frames, "the third's frame")
@@ -169,9 +140,9 @@ def test_a_frame_that_is_too_large_closes_that_connection_only(town: Town) -> No
 @pytest.mark.parametrize(
     "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(200), os.urandom(200)], ids=["HTTP", "zeros", "random"]
 )
-def test_a_stranger_is_shown_out_and_nobody_else_notices(town: Town, garbage: bytes) -> None:
-    first = town.add("first")
-    town.add("second")
+def test_a_stranger_is_shown_out_and_nobody_else_notices(town: City, garbage: bytes) -> None:
+    first = town.settle("first")
+    town.settle("second")
     with socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as stranger:
         stranger.sendall(garbage)
         with contextlib.suppress(ConnectionResetError):
@@ -183,8 +154,8 @@ def test_a_stranger_is_shown_out_and_nobody_else_notices(town: Town, garbage: by
 
 
 def test_a_token_serves_once() -> None:
-    town = Town(secure=False)
-    town.add("second")
+    town = City(secure=False)
+    town.settle("second")
     token = town.links["second"].expect("first")
     hello = Header(kind=Kind.HELLO, length=len(token)).pack() + token
     frame = Header(kind=Kind.INPUT, length=2).pack() + b"hi"
@@ -202,8 +173,8 @@ def test_a_token_serves_once() -> None:
 
 def test_a_peer_that_falls_silent_is_lost() -> None:
     """Frozen or cut off: its connections stay, nothing comes, and connecting anew leads nowhere."""
-    town = Town(secure=False)
-    town.add("second")
+    town = City(secure=False)
+    town.settle("second")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         token = town.links["second"].expect("first")
         town.links["first"] = town.links["second"]  # whoever asks for it is sent to a listener that never answers

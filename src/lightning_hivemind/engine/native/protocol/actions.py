@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
 from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
+from lightning_hivemind.engine.native.protocol.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,13 @@ class Called:
 
     round: RoundId
     coordinator: PeerId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """This peer is in a round with this plan, or a newer version of it: what older versions brought may be void."""
+
+    plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,4 +114,4 @@ class Note:
     round: RoundId | None = None
 
 
-Action = Send | Called | SendInput | Reduce | SendResult | Apply | GiveUp | CatchUp | Note
+Action = Send | Called | Begun | SendInput | Reduce | SendResult | Apply | GiveUp | CatchUp | Note

@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.protocol.actions import Action, Reduce, Send, SendInput, SendResult
+from lightning_hivemind.engine.native.protocol.actions import Action, Begun, Reduce, Send, SendInput, SendResult
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
 from lightning_hivemind.engine.native.protocol.messages import Accuse, Done, Message, Missing
 from lightning_hivemind.engine.native.protocol.plan import Plan
@@ -44,6 +44,7 @@ class Member:
 
     def _begin(self, known: set[int], now: float) -> None:
         """Send inputs to the owners that did not get them, and reduce what can be reduced."""
+        self._emit(Begun(plan=self.plan))
         self._heard = dict.fromkeys((*self.plan.members, *self.plan.contributors), now)
         if self._gives:  # also if refused: what the others decide about its input is not this peer's to judge
             for chunk, owner in enumerate(self.plan.owners):
@@ -69,14 +70,11 @@ class Member:
         if self.plan.owners[chunk] == self._me and version >= self.plan.since[chunk]:
             self._emit(SendResult(round=self.plan.round, version=version, chunk=chunk, to=self.plan.members))
 
-    def result_arrived(self, chunk: int, version: int, digest: bytes, owner: PeerId) -> bool:
-        """Whether the bytes are to be used: they are of a version that counts, and not older than what is there."""
-        wanted = self.plan.owners[chunk] == owner and version >= self.plan.since[chunk]
-        if not wanted or self._results.get(chunk, (-1, b""))[0] >= version:
-            return False
-        self._results[chunk] = (version, digest)
-        self._finish()
-        return True
+    def result_arrived(self, chunk: int, version: int, digest: bytes, owner: PeerId) -> None:
+        """It counts if the plan's owner reduced it in a version that counts, and if it is newer than what is there."""
+        if self.plan.wants(chunk, version, owner) and version > self._results.get(chunk, (-1, b""))[0]:
+            self._results[chunk] = (version, digest)
+            self._finish()
 
     def asked_again(self, message: Missing, sender: PeerId) -> None:
         """Send once more what ``sender`` lacks, if it is here to be sent."""

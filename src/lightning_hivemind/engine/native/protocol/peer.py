@@ -142,16 +142,11 @@ class Peer:
 
     def result_arrived(
         self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId, now: float
-    ) -> bool:
-        """A reduced chunk is here. Returns whether its bytes are to be used."""
+    ) -> None:
+        """A reduced chunk is here: ``digest`` is of its bytes. It may have overtaken the plan."""
         self._begin(now)
-        member = self._rounds.member(round_id)
-        used = False
-        if member is not None:
-            member.heard(owner, now)
-            used = member.result_arrived(chunk, version, digest, owner)
+        self._rounds.result_arrived(round_id, chunk, version, digest, owner, now)
         self._settle(now)
-        return used
 
     def tick(self, now: float) -> None:
         """Time passes."""

@@ -55,6 +55,11 @@ class Plan:
     def contributors(self) -> tuple[PeerId, ...]:
         return tuple(one.peer for one in self.contributions)
 
+    def wants(self, chunk: int, version: int, owner: PeerId) -> bool:
+        """Whether a result is one of this plan: of the chunk's owner, with the contributions that it names now."""
+        known = 0 <= chunk < len(self.owners) and version <= self.version
+        return known and self.owners[chunk] == owner and version >= self.since[chunk]
+
     def names(self, peer: PeerId, offer: Offer | None) -> bool:
         """Whether ``peer`` is a member with what it offered. (Not so if an earlier life of it did.)"""
         given = next((one for one in self.contributions if one.peer == peer), None)

@@ -48,8 +48,8 @@ REMEMBERED = 64
 class Joined:
     """The round that this peer goes to.
 
-    ``askers`` have lost its coordinator and want to hear how it ends; ``early`` inputs have overtaken the plan; so has
-    ``next_call`` the commit.
+    ``askers`` have lost its coordinator and want to hear how it ends. ``early`` inputs and results have overtaken the
+    plan, ``next_call`` the commit.
     """
 
     round: RoundId
@@ -59,6 +59,7 @@ class Joined:
     offer: Offer | None = None
     askers: set[PeerId] = field(default_factory=set)
     early: list[tuple[int, PeerId]] = field(default_factory=list)
+    early_results: list[tuple[int, int, bytes, PeerId]] = field(default_factory=list)
     next_call: tuple[PeerId, Call] | None = None
 
 
@@ -130,6 +131,16 @@ class Rounds:
             member.input_arrived(chunk, peer)
         elif self._joined is not None and self._joined.round == round_id:
             self._joined.early.append((chunk, peer))
+
+    def result_arrived(
+        self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId, now: float
+    ) -> None:
+        member = self.member(round_id)
+        if member is not None:
+            member.heard(owner, now)
+            member.result_arrived(chunk, version, digest, owner)
+        elif self._joined is not None and self._joined.round == round_id:
+            self._joined.early_results.append((chunk, version, digest, owner))
 
     def lost(self, peer: PeerId, now: float) -> None:
         if self._gathering is not None:
@@ -233,6 +244,8 @@ class Rounds:
             self._member = Member(self._settings, self._me, plan, self._emit, now)
             for chunk, peer in joined.early:
                 self._member.input_arrived(chunk, peer)
+            for result in joined.early_results:
+                self._member.result_arrived(*result)
 
     def on_done(self, sender: PeerId, message: Done) -> None:
         leading = self.coordinator(message.round)

@@ -1,0 +1,183 @@
+"""The tensors of one round at one peer: what it gives, what others give it to reduce, what comes of it.
+
+No thread, no socket: the driver calls it, and puts the memory that it names under the connections.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
+from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.errors import WireError
+
+
+class ChunkCodec(Protocol):
+    """Encodes chunks of float32 for the wire."""
+
+    def size_bytes(self, elements: int) -> int:
+        """Bytes of an encoded chunk."""
+
+    def encode(self, values_N: Tensor) -> memoryview:
+        """The bytes of a chunk; may be the tensor's own memory."""
+
+    def decode(self, data: memoryview, out_N: Tensor) -> None:
+        """The values of these bytes, into ``out_N``; nothing to do if that is where they lie already."""
+
+
+class Exact:
+    """Float32 as it is: the tensor's own memory goes on the wire, and is read into."""
+
+    def size_bytes(self, elements: int) -> int:
+        return 4 * elements
+
+    def encode(self, values_N: Tensor) -> memoryview:
+        return memory_of(values_N)
+
+    def decode(self, data: memoryview, out_N: Tensor) -> None:
+        if len(data) and torch.frombuffer(data, dtype=torch.float32).data_ptr() != out_N.data_ptr():
+            out_N.copy_(torch.frombuffer(data, dtype=torch.float32))
+
+
+class UnusableInput(Exception):
+    """What a peer gave cannot be averaged."""
+
+    def __init__(self, peer: PeerId, reason: str) -> None:
+        super().__init__(f"{peer}: {reason}")
+        self.peer, self.reason = peer, reason
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared."""
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B") if tensor.numel() else memoryview(b"")
+
+
+class Exchange:
+    """See the module.
+
+    Args:
+        given: float32 CPU (elements,), this peer's contribution; unchanged here, and must stay so until the round ends.
+            None: it gives nothing.
+        result: float32 CPU (elements,), where the average is put; its own memory, so that an aborted round leaves
+            ``given`` whole.
+    """
+
+    def __init__(self, layout: Layout, codec: ChunkCodec, me: PeerId, given: Tensor | None, result: Tensor) -> None:
+        self._layout, self._codec, self._me = layout, codec, me
+        self._given, self.result = given, result
+        self._plan: Plan | None = None
+        self._inputs: dict[tuple[int, PeerId], memoryview] = {}
+        self._reduced: dict[int, memoryview] = {}
+        self._in_place = isinstance(codec, Exact)
+
+    def begin(self, plan: Plan) -> None:
+        """The plan, or a newer version of it.
+
+        A newer version gets memory of its own: what still arrives for the older one, or is still being sent of it, does
+        not get in its way.
+        """
+        if self._plan is not None:
+            before, self.result = self.result, torch.empty_like(self.result)
+            for chunk, since in enumerate(plan.since):
+                if since < plan.version:
+                    self.result[self._layout.span(chunk)] = before[self._layout.span(chunk)]
+        self._plan = plan
+
+    # ------------------------------------------------------------------ what this peer gives
+
+    def input(self, chunk: int) -> memoryview:
+        """This peer's contribution to a chunk, encoded."""
+        assert self._given is not None, "this peer has nothing to give in this round"
+        return self._codec.encode(self._given[self._layout.span(chunk)])
+
+    def keep_own(self, chunk: int) -> None:
+        """This peer reduces the chunk itself."""
+        self._inputs[chunk, self._me] = self.input(chunk)
+
+    # ------------------------------------------------------------------ what others give
+
+    def room_for_input(self, chunk: int, peer: PeerId, length: int) -> memoryview | None:
+        """Memory for an input of a chunk that this peer reduces; None if it is not wanted (any more).
+
+        Raises:
+            WireError: there can be no such input.
+        """
+        self._check(chunk, length)
+        plan = self._plan
+        if (chunk, peer) in self._inputs:
+            return None  # sent again though it was here
+        if plan is not None and (plan.owners[chunk] != self._me or peer not in plan.contributors):
+            return None
+        return memory_of(torch.empty(length, dtype=torch.uint8))
+
+    def keep(self, chunk: int, peer: PeerId, data: memoryview) -> None:
+        self._inputs[chunk, peer] = data
+
+    def reduce(self, chunk: int, contributions: Sequence[Contribution]) -> None:
+        """Average a chunk over these, weighted by samples, in this order; encode it once.
+
+        Raises:
+            UnusableInput: an input holds a value that is not finite. Nothing was changed.
+        """
+        size, total = self._layout.size(chunk), sum(one.samples for one in contributions)
+        target = self.result[self._layout.span(chunk)]
+        values = torch.empty(size)
+        for number, one in enumerate(contributions):
+            data = self._inputs[chunk, one.peer]
+            if self._in_place:
+                values = torch.frombuffer(data, dtype=torch.float32) if size else values
+            else:
+                self._codec.decode(data, values)
+            if not _finite(values):
+                raise UnusableInput(one.peer, "its gradient has values that are not finite")
+            weight = one.samples / total
+            if number == 0:
+                torch.mul(values, weight, out=target)
+            else:
+                target.add_(values, alpha=weight)
+        self._reduced[chunk] = data = self._codec.encode(target)
+        self._codec.decode(data, target)  # what the others will have
+
+    # ------------------------------------------------------------------ what comes of it
+
+    def reduced(self, chunk: int) -> tuple[memoryview, int]:
+        """A chunk that this peer has reduced, encoded, and its CRC-32."""
+        data = self._reduced[chunk]
+        return data, zlib.crc32(data)
+
+    def room_for_result(self, chunk: int, version: int, peer: PeerId, length: int) -> memoryview | None:
+        """Memory for a reduced chunk: the result's own where the codec allows it; None if it is void.
+
+        Raises:
+            WireError: there can be no such result.
+        """
+        self._check(chunk, length)
+        if self._plan is not None and not self._plan.wants(chunk, version, peer):
+            return None
+        if self._in_place and self._plan is not None:
+            return memory_of(self.result[self._layout.span(chunk)])
+        return memory_of(torch.empty(length, dtype=torch.uint8))
+
+    def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
+        """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
+        if self._plan is None or self._plan.wants(chunk, version, peer):
+            self._codec.decode(data, self.result[self._layout.span(chunk)])
+
+    def _check(self, chunk: int, length: int) -> None:
+        if chunk >= self._layout.chunks:
+            raise WireError(f"chunk {chunk} of a model that has {self._layout.chunks}")
+        expected = self._codec.size_bytes(self._layout.size(chunk))
+        if length != expected:
+            raise WireError(f"{length} bytes for chunk {chunk}, which has {expected}: another model or codec")
+
+
+def _finite(values_N: Tensor) -> bool:
+    """Whether all values are finite; the sum says so at once unless it overflows itself."""
+    return bool(torch.isfinite(values_N.sum())) or bool(torch.isfinite(values_N).all())

@@ -1,0 +1,29 @@
+"""How the flat vector of a model is cut into chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: 4 MiB of float32: large enough that frames cost nothing, small enough that sending and reducing overlap
+CHUNK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``elements`` values in chunks of ``chunk_elements``, of which the last may be smaller."""
+
+    elements: int
+    chunk_elements: int = CHUNK_ELEMENTS
+
+    @property
+    def chunks(self) -> int:
+        return max(1, -(-self.elements // self.chunk_elements))
+
+    def span(self, chunk: int) -> slice:
+        """Where it lies in the vector."""
+        start = chunk * self.chunk_elements
+        return slice(start, min(start + self.chunk_elements, self.elements))
+
+    def size(self, chunk: int) -> int:
+        """Elements of a chunk."""
+        return min(self.chunk_elements, self.elements - chunk * self.chunk_elements)

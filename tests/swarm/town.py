@@ -1,0 +1,52 @@
+"""Peers of the native engine in one process, over real sockets, introduced as libp2p would introduce them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.engine.native.wire.sink import Introduction, Sink
+from lightning_hivemind.engine.native.wire.tls import Certificate
+
+WAIT_S = 20.0
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
+        time.sleep(0.005)
+
+
+class Town:
+    """Knows everybody's address and certificate."""
+
+    def __init__(self, *, secure: bool, detect_s: float = 2.0) -> None:
+        self._secure, self._detect_s = secure, detect_s
+        self.links: dict[str, Links] = {}
+        self.ports: dict[str, int] = {}
+        self.certificates: dict[str, Certificate | None] = {}
+
+    def add(self, name: str, sink: Sink) -> Links:
+        """A peer that listens, and can reach all others."""
+        self.certificates[name] = certificate = Certificate.create() if self._secure else None
+
+        def introduce(peer: str) -> Introduction:
+            if peer not in self.links:
+                raise ConnectionRefusedError(peer)
+            shown = self.certificates[peer]
+            return Introduction(
+                endpoints=(("127.0.0.1", self.ports[peer]),),
+                fingerprint=shown.fingerprint if shown is not None else b"",
+                token=self.links[peer].expect(name),
+            )
+
+        links = Links(sink, certificate=certificate, introduce=introduce, detect_s=self._detect_s)
+        self.links[name] = links
+        self.ports[name] = links.listen("127.0.0.1")
+        return links
+
+    def close(self) -> None:
+        for links in self.links.values():
+            links.close()

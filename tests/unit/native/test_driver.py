@@ -1,0 +1,175 @@
+"""Rounds over real sockets: the protocol, the connections and the tensors together, peers as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.native.driver import Driver, Given
+from lightning_hivemind.engine.native.exchange import Exact
+from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.protocol.actions import Note
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
+from lightning_hivemind.engine.native.protocol.peer import Peer
+from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from swarm.town import Town, wait_for
+
+TARGET = 64
+
+
+class Trainee:
+    """Gives what a test puts there, keeps what is committed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.samples, self.values = name, 0, torch.zeros(0)
+        self.averages: list[Tensor | None] = []
+        self.commits: list[Commit] = []
+        self.returns: list[str] = []
+        self._number = 0
+
+    def give(self) -> Given:
+        if self.samples == 0:
+            return Given(offer=Offer(contribution=None), values=None)
+        self._number += 1
+        contribution = Contribution(peer=self.name, number=self._number, samples=self.samples)
+        return Given(offer=Offer(contribution=contribution), values=self.values)
+
+    def returned(self, reason: str) -> None:
+        self.returns.append(reason)
+
+    def committed(self, commit: Commit, average: Tensor | None) -> None:
+        self.commits.append(commit)
+        self.averages.append(average)
+        self.samples = 0
+
+    def behind(self, head: Head, source: PeerId, commits: tuple[Commit, ...]) -> None:
+        self.returns.append("behind")
+
+    def noted(self, note: Note) -> None:
+        pass
+
+
+class Run:
+    """Some peers of one run, all at its root."""
+
+    def __init__(self, names: list[str], layout: Layout, *, secure: bool) -> None:
+        self.layout, self.town = layout, Town(secure=secure)
+        settings = Settings(run="run", target_samples=TARGET, chunks=layout.chunks)
+        self.trainees = {name: Trainee(name) for name in names}
+        self.drivers: dict[str, Driver] = {}
+        root = Head.root("run", "founder")
+        for name in names:
+            driver = Driver(Peer(settings, name, b"life"), self.trainees[name], layout, Exact())
+            self.drivers[name] = driver
+            driver.start(self.town.add(name, driver))
+        for name, driver in self.drivers.items():
+            for other in names:
+                if other != name:
+                    driver.saw(other, root, 0, True, 0.0)
+            driver.adopt(root)
+
+    def contribute(self, samples: dict[str, int]) -> dict[str, Tensor]:
+        """Everybody has so many samples of random values now."""
+        given = {}
+        for name, count in samples.items():
+            trainee = self.trainees[name]
+            trainee.values, trainee.samples = torch.randn(self.layout.elements), count
+            given[name] = trainee.values.clone()
+        for name, count in samples.items():
+            self.drivers[name].contributed(count)
+        return given
+
+    def wait_for_commit(self, number: int, names: list[str] | None = None) -> None:
+        for name in names or list(self.trainees):
+            trainee = self.trainees[name]
+            wait_for(lambda trainee=trainee: len(trainee.commits) >= number, f"{name} has commit {number}")
+
+    def close(self) -> None:
+        for driver in self.drivers.values():
+            driver.stop(5.0)
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    started: list[Run] = []
+    before = set(threading.enumerate())
+    yield started
+    for run in started:
+        run.close()
+    wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")
+
+
+def mean(given: dict[str, Tensor], samples: dict[str, int]) -> Tensor:
+    total = sum(samples.values())
+    return sum((samples[name] / total * values.double() for name, values in given.items()), torch.zeros(1).double())
+
+
+@pytest.mark.parametrize("secure", [True, False], ids=["TLS", "in the clear"])
+@pytest.mark.parametrize("elements", [1, 1000, 1000 * 7 + 3])
+def test_three_peers_average_by_samples_and_all_get_the_same_bytes(
+    runs: list[Run], elements: int, secure: bool
+) -> None:
+    run = Run(["a", "b", "c"], Layout(elements, chunk_elements=1000), secure=secure)
+    runs.append(run)
+    samples = {"a": 10, "b": 30, "c": 24}
+    for number in range(1, 4):
+        given = run.contribute(samples)
+        run.wait_for_commit(number)
+        averages = [trainee.averages[-1] for trainee in run.trainees.values()]
+        assert all(average is not None and torch.equal(average, averages[0]) for average in averages)
+        assert torch.allclose(averages[0].double(), mean(given, samples), rtol=1e-5, atol=1e-6)
+        for name, trainee in run.trainees.items():
+            assert torch.equal(trainee.values, given[name]), "what was given has changed"
+        (commit,) = {trainee.commits[-1] for trainee in run.trainees.values()}
+        assert {one.peer: one.samples for one in commit.contributions} == samples
+
+
+def test_a_peer_without_samples_gets_the_average_and_changes_nothing(runs: list[Run]) -> None:
+    run = Run(["a", "b", "c"], Layout(5000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    given = run.contribute({"a": 40, "b": 40})
+    run.wait_for_commit(1)
+    assert torch.equal(run.trainees["a"].averages[0], run.trainees["c"].averages[0])
+    assert torch.allclose(run.trainees["c"].averages[0].double(), mean(given, {"a": 1, "b": 1}), rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(runs: list[Run]) -> None:
+    run = Run(["a", "b", "c"], Layout(5000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    samples = {"a": 30, "b": 30, "c": 30}
+    run.trainees["b"].give = lambda give=run.trainees["b"].give: spoiled(give())  # type: ignore[method-assign]
+    given = run.contribute(samples)
+    run.wait_for_commit(1)
+    (commit,) = {trainee.commits[0] for trainee in run.trainees.values()}
+    assert [one.peer for one in commit.contributions] == ["a", "c"]
+    del given["b"]
+    expected = mean(given, {"a": 30, "c": 30})
+    for trainee in run.trainees.values():
+        assert torch.allclose(trainee.averages[0].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def spoiled(given: Given) -> Given:
+    values = given.values.clone()
+    values[1234] = float("nan")
+    return Given(offer=given.offer, values=values)
+
+
+@pytest.mark.parametrize("who", ["a", "b", "c"])
+def test_a_peer_that_vanishes_costs_the_others_nothing_but_its_samples(runs: list[Run], who: str) -> None:
+    """Whoever it is: the coordinator of the next round, or an owner of chunks."""
+    run = Run(["a", "b", "c"], Layout(50_000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    run.contribute({"a": 30, "b": 30, "c": 30})
+    run.wait_for_commit(1)
+    survivors = [name for name in run.trainees if name != who]
+    run.contribute(dict.fromkeys(run.trainees, 40))
+    run.drivers[who].stop(5.0)
+    run.wait_for_commit(2, survivors)
+    first, second = (run.trainees[name] for name in survivors)
+    assert first.commits[1] == second.commits[1]
+    assert torch.equal(first.averages[1], second.averages[1])
