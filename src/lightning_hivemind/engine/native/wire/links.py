@@ -154,6 +154,8 @@ class Links:
             return plain
         try:
             return self._certificate.server.wrap_socket(plain, server_side=True)
+        except ssl.SSLEOFError:
+            raise ConnectionResetError("closed before the handshake") from None
         except ssl.SSLError as error:
             raise WireError(f"no TLS handshake: {why(error)}") from None
 

@@ -13,7 +13,7 @@ from lightning_hivemind.engine.native.wire.connection import close, tune, why, w
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Introduction, Payload, PeerId
 from lightning_hivemind.engine.native.wire.tls import check_pinned
-from lightning_hivemind.errors import LightningHivemindError
+from lightning_hivemind.errors import LightningHivemindError, WireError
 
 #: a connection on which nothing is to be sent says so often that it lives
 PING_S = 0.5
@@ -47,6 +47,7 @@ class Outlet:
         self._closed = False
         self._sock: socket.socket | None = None
         self._given: socket.socket | None = None
+        self._endpoints: tuple[tuple[str, int], ...] = ()
         self._thread = threading.Thread(target=self._run, name=f"to {peer[-6:]}", daemon=True)
         self._thread.start()
 
@@ -110,6 +111,8 @@ class Outlet:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
+                if self._is_gone():
+                    raise ConnectionRefusedError
                 introduction = self._introduce(self.peer)
                 sock = self._dial(introduction, deadline) if introduction.endpoints else self._await(deadline)
                 break
@@ -126,20 +129,35 @@ class Outlet:
         return sock
 
     def _dial(self, introduction: Introduction, deadline: float) -> socket.socket:
-        """Try the endpoints in order; raises the last one's error."""
-        failure: OSError = ConnectionError("it has no address")
+        """Try the endpoints in order. Some may mean another machine here than there, so any failure leads on."""
+        failures: list[Exception] = []
         for endpoint in introduction.endpoints:
             try:
                 plain = socket.create_connection(endpoint, timeout=max(0.1, deadline - time.monotonic()))
             except OSError as error:
-                failure = error
+                failures.append(error)
                 continue
             try:
-                return self._greet(plain, introduction)
-            except BaseException:
+                sock = self._greet(plain, introduction)
+            except (OSError, WireError) as error:
                 close(plain)
-                raise
-        raise failure
+                failures.append(error)
+            else:
+                self._endpoints = (endpoint,)
+                return sock
+        refused = all(isinstance(one, ConnectionRefusedError) for one in failures)
+        raise failures[0] if refused else next(one for one in failures if not isinstance(one, ConnectionRefusedError))
+
+    def _is_gone(self) -> bool:
+        """Whether nobody listens any more where the peer was: quicker to know than that libp2p does not answer."""
+        for endpoint in self._endpoints:
+            try:
+                socket.create_connection(endpoint, timeout=self._patience_s).close()
+            except ConnectionRefusedError:
+                return True
+            except OSError:
+                return False
+        return False
 
     def _greet(self, plain: socket.socket, introduction: Introduction) -> socket.socket:
         tune(plain, self._patience_s)

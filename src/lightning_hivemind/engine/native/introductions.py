@@ -1,0 +1,150 @@
+"""How peers get to know one another's addresses: over libp2p, which has authenticated both and crosses NAT.
+
+Every peer answers one question: how can you be reached, and with what token may I come? Nobody in between can change
+the answer, so the connections that follow need no authority.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+import hivemind
+import msgpack  # type: ignore[import-untyped]
+from google.protobuf.wrappers_pb2 import BytesValue  # type: ignore[import-untyped]
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+
+from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.engine.native.wire.sink import Introduction
+from lightning_hivemind.errors import WireError
+
+log = logging.getLogger("lightning_hivemind")
+T = TypeVar("T")
+
+MOST_ENDPOINTS = 16
+#: bound of the answer: a fingerprint, a token, some addresses
+MAX_ANSWER_BYTES = 4096
+START_S = 20.0
+STOP_S = 2.0
+
+
+class Introductions:
+    """Asks and answers in a thread of its own.
+
+    Args:
+        dht: a running DHT, whose daemon is used.
+        links: where tokens come from.
+        port: where ``links`` listens; None if others cannot dial this peer.
+        timeout_s: for one question.
+    """
+
+    def __init__(
+        self,
+        dht: hivemind.DHT,
+        run_id: str,
+        links: Links,
+        *,
+        fingerprint: bytes,
+        port: int | None,
+        timeout_s: float,
+    ) -> None:
+        self._dht, self._links, self._fingerprint, self._port = dht, links, fingerprint, port
+        self._handler, self._timeout_s = f"lightning_hivemind.introduce.{run_id}", timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="introductions", daemon=True)
+        self._p2p: P2P | None = None
+
+    def start(self) -> None:
+        """Answer from now on."""
+        self._thread.start()
+        self._call(self._listen(), START_S)
+
+    def introduce(self, peer: str) -> Introduction:
+        """How ``peer`` can be reached. Blocks; from any thread.
+
+        Raises:
+            OSError: it does not answer.
+            WireError: its answer cannot be understood.
+        """
+        try:
+            return self._call(self._ask(peer), self._timeout_s)
+        except (P2PDaemonError, P2PHandlerError) as error:
+            raise ConnectionError(f"no answer over libp2p: {error}") from error
+
+    def close(self) -> None:
+        """Stop answering. Safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(STOP_S)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    async def _listen(self) -> None:
+        self._p2p = await self._dht.replicate_p2p()
+        await self._p2p.add_protobuf_handler(self._handler, self._answer, BytesValue, balanced=True)
+
+    async def _ask(self, peer: str) -> Introduction:
+        assert self._p2p is not None
+        answer: Any = await self._p2p.call_protobuf_handler(
+            PeerID.from_base58(peer), self._handler, BytesValue(), BytesValue
+        )
+        return read_introduction(answer.value)
+
+    async def _answer(self, request: BytesValue, context: Any) -> BytesValue:
+        endpoints: list[list[Any]] = []
+        if self._port is not None:
+            assert self._p2p is not None
+            endpoints = [[host, self._port] for host in hosts_of(await self._p2p.get_visible_maddrs())]
+        token = self._links.expect(context.remote_id.to_base58())
+        return BytesValue(value=msgpack.packb([endpoints[:MOST_ENDPOINTS], self._fingerprint, token]))
+
+    def _call(self, coroutine: Awaitable[T], timeout_s: float) -> T:
+        async def run() -> T:
+            return await asyncio.wait_for(coroutine, timeout_s)
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            return future.result(timeout_s + 1.0)
+        except (FutureTimeoutError, TimeoutError, asyncio.TimeoutError):
+            future.cancel()
+            raise TimeoutError(f"no answer over libp2p in {timeout_s:.1f} s") from None
+
+
+def hosts_of(addresses: Iterable[object]) -> list[str]:
+    """The hosts in these multiaddresses, each once; those that only this machine can mean come last."""
+    parsed = [parse_address("an address of this peer", str(address)) for address in addresses]
+    hosts = dict.fromkeys(one.host for one in parsed if not one.relayed)
+    return sorted(hosts, key=lambda host: host.startswith("127.") or host == "::1")
+
+
+def read_introduction(data: bytes) -> Introduction:
+    """The answer of another peer. Raises WireError if it is none."""
+    try:
+        if len(data) > MAX_ANSWER_BYTES:
+            raise ValueError(f"{len(data)} bytes")
+        endpoints, fingerprint, token = msgpack.unpackb(data, use_list=True, raw=False)
+        pairs = tuple((host, port) for host, port in endpoints)
+        sound = len(pairs) <= MOST_ENDPOINTS and all(_is_endpoint(host, port) for host, port in pairs)
+        if not sound or not isinstance(fingerprint, bytes) or not isinstance(token, bytes):
+            raise ValueError("not addresses, a fingerprint and a token")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"an introduction that cannot be understood: {error}") from error
+    return Introduction(endpoints=pairs, fingerprint=fingerprint, token=token)
+
+
+def _is_endpoint(host: object, port: object) -> bool:
+    return isinstance(host, str) and 0 < len(host) < 256 and type(port) is int and 0 < port < 65536

@@ -1,0 +1,114 @@
+"""The native engine's connections between two peers that know of one another through libp2p only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hivemind")
+
+from lightning_hivemind.engine.native.introductions import Introductions, hosts_of, read_introduction
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.engine.native.wire.tls import Certificate
+from lightning_hivemind.errors import WireError
+from lightning_hivemind.events import EventBus
+from lightning_hivemind.network.daemon import PeerNetwork
+from lightning_hivemind.network.settings import NetworkSettings
+from swarm.town import wait_for
+
+pytestmark = pytest.mark.swarm
+
+
+class Heard:
+    """A sink that keeps what arrives."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, bytes]] = []
+        self.losses: list[str] = []
+
+    def room(self, peer: str, header: Header) -> memoryview | None:
+        return memoryview(bytearray(header.length))
+
+    def moved(self, peer: str, header: Header) -> None:
+        pass
+
+    def arrived(self, peer: str, header: Header, payload: memoryview | None) -> None:
+        self.frames.append((peer, bytes(payload or b"")))
+
+    def lost(self, peer: str, reason: str) -> None:
+        self.losses.append(peer)
+
+
+class Member:
+    """A peer with all that it needs to be found."""
+
+    def __init__(self, *join: Member) -> None:
+        addresses = tuple(address for one in join for address in one.network.visible_addresses())
+        settings = NetworkSettings(run_id="run", host_maddrs=("/ip4/127.0.0.1/tcp/0",), initial_peers=addresses)
+        self.network = PeerNetwork(settings, EventBus())
+        self.network.start()
+        self.heard, certificate = Heard(), Certificate.create()
+        self.links = Links(self.heard, certificate=certificate, introduce=self._introduce, detect_s=3.0)
+        port = self.links.listen()
+        self.introductions = Introductions(
+            self.network.dht, "run", self.links, fingerprint=certificate.fingerprint, port=port, timeout_s=5.0
+        )
+        self.introductions.start()
+
+    def _introduce(self, peer: str) -> Any:
+        return self.introductions.introduce(peer)
+
+    @property
+    def peer_id(self) -> str:
+        return self.network.peer_id
+
+    def close(self) -> None:
+        self.links.close()
+        self.introductions.close()
+        self.network.shutdown()
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    started = [Member()]
+    started.append(Member(started[0]))
+    yield started
+    for one in started:
+        one.close()
+
+
+def test_two_peers_connect_by_their_ids_and_know_who_speaks(members: list[Member]) -> None:
+    first, second = members
+    first.links.send(second.peer_id, Header(kind=Kind.INPUT, length=5), (b"hello",))
+    wait_for(lambda: second.heard.frames, "the frame")
+    assert second.heard.frames == [(first.peer_id, b"hello")]
+    second.links.send(first.peer_id, Header(kind=Kind.INPUT, length=6), (b"answer",))
+    wait_for(lambda: first.heard.frames, "the answer")
+    assert first.heard.frames == [(second.peer_id, b"answer")]
+    second.links.close()
+    wait_for(lambda: first.heard.losses, "the loss")
+    assert first.heard.losses == [second.peer_id]
+
+
+def test_a_peer_that_nobody_knows_is_lost_and_not_waited_for_ever(members: list[Member]) -> None:
+    first = members[0]
+    stranger = "12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ"
+    first.links.send(stranger, Header(kind=Kind.PING))
+    wait_for(lambda: first.heard.losses, "the loss")
+    assert first.heard.losses == [stranger]
+
+
+def test_hosts_that_mean_this_machine_come_last() -> None:
+    from multiaddr import Multiaddr
+
+    texts = ["/ip4/127.0.0.1/tcp/1", "/ip4/203.0.113.7/tcp/1", "/ip6/::1/tcp/1", "/ip4/203.0.113.7/udp/2/quic"]
+    assert hosts_of([Multiaddr(text) for text in texts]) == ["203.0.113.7", "127.0.0.1", "::1"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x93\x90\x01\x02", b"\x93\x91\x92\xa1x\x00\xc4\x00\xc4\x00", bytes(5000)])
+def test_an_introduction_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(WireError):
+        read_introduction(data)
