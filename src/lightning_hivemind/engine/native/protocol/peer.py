@@ -166,31 +166,31 @@ class Peer:
         self._settle(now)
 
     def _take_in(self, sender: PeerId, message: Message, now: float) -> None:
-        rounds = self._rounds
+        rounds, leadership = self._rounds, self._rounds.leadership
         match message:
             case Progress():
                 self._note(sender, message.head, message.samples)
                 if self._standing.same(sender, message.head):
                     self._roster.told(message.swarm_samples)
-                    rounds.on_progress(sender)
+                    leadership.on_progress(sender)
             case Call():
                 if sender != self.me and not self._roster.knows(sender):
                     self._note(sender, message.head, 0)
                 rounds.on_call(sender, message, now)
             case Join():
-                rounds.on_join(sender, message)
+                leadership.on_join(sender, message)
             case Decline():
-                rounds.on_decline(sender, message, now)
+                leadership.on_decline(sender, message, now)
             case Begin():
                 rounds.on_begin(sender, message, now)
             case Missing():
                 if (member := rounds.member(message.round)) is not None:
                     member.asked_again(message, sender)
             case Accuse():
-                if (coordinator := rounds.coordinator(message.round)) is not None:
+                if (coordinator := leadership.coordinator(message.round)) is not None:
                     coordinator.accused(sender, message)
             case Done():
-                rounds.on_done(sender, message)
+                leadership.on_done(sender, message)
             case Committed():
                 rounds.on_committed(sender, message.commit, now)
             case Ended():
@@ -239,7 +239,7 @@ class Peer:
         """Before every event: was this process suspended? (It is called several times within ``detect_s``.)"""
         slept, self._last = now - self._last > self._settings.detect_s / 2, now
         if slept:
-            self._rounds.suspended(now)
+            self._rounds.leadership.suspended(now)
 
     def _settle(self, now: float) -> None:
         """After every event: do what follows, until nothing does."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Send
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, History, PeerId
-from lightning_hivemind.engine.native.protocol.messages import News
+from lightning_hivemind.engine.native.protocol.messages import Committed, Ended, News, RoundId
 from lightning_hivemind.engine.native.protocol.roster import Roster
 
 
@@ -36,6 +36,15 @@ class Standing:
     def advance(self, commit: Commit) -> None:
         self.history.add(commit)
         self.head = commit.head
+
+    def tell_outcome(self, peer: PeerId, round_id: RoundId) -> None:
+        """What became of a round that is over here."""
+        commit = self.history.of_round(round_id)
+        if commit is not None:
+            self._emit(Send(to=peer, message=Committed(commit=commit)))
+        else:
+            over = Ended(round=round_id, reason="the round is over", aborted=False)
+            self._emit(Send(to=peer, message=over))
 
     def outdated(self, head: Head) -> bool:
         """Whether this peer's lineage has been there and gone on."""
