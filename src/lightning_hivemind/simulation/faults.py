@@ -19,6 +19,7 @@ class Schedule:
 
     Attributes:
         kinds: of faults that may happen; ``lossy``: whether messages may be lost.
+        names: of the peers; by default two to six.
         fired: the faults that did happen, as (time, kind, peers).
     """
 
@@ -27,6 +28,7 @@ class Schedule:
     lossy: bool = True
     trouble_s: float = 20.0
     calm_s: float = 20.0
+    names: list[str] = field(default_factory=list)
     fired: list[tuple[float, str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class Schedule:
             round_s=10.0,
         )
         self.network, self.world = network, World(settings, network)
-        self.names = [f"p{number}" for number in range(chance.randint(2, 6))]
+        self.names = self.names or [f"p{number}" for number in range(chance.randint(2, 6))]
         for name in self.names:
             reduces = name == "p0" or chance.random() < 0.8
             self.world.add(name, Habits(batch_s=chance.choice([0.05, 0.1, 0.3, 1.0]), reduces=reduces))

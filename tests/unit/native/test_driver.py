@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.codecs import Exact
 from lightning_hivemind.engine.native.driver import Driver, Given
-from lightning_hivemind.engine.native.exchange import Exact
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.actions import Note
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId

@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.exchange import ChunkCodec, Exchange, UnusableInput
+from lightning_hivemind.engine.native.codecs import ChunkCodec
+from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.actions import (
     Action,

@@ -7,42 +7,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact, memory_of
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Plan
 from lightning_hivemind.errors import WireError
-
-
-class ChunkCodec(Protocol):
-    """Encodes chunks of float32 for the wire."""
-
-    def size_bytes(self, elements: int) -> int:
-        """Bytes of an encoded chunk."""
-
-    def encode(self, values_N: Tensor) -> memoryview:
-        """The bytes of a chunk; may be the tensor's own memory."""
-
-    def decode(self, data: memoryview, out_N: Tensor) -> None:
-        """The values of these bytes, into ``out_N``; nothing to do if that is where they lie already."""
-
-
-class Exact:
-    """Float32 as it is: the tensor's own memory goes on the wire, and is read into."""
-
-    def size_bytes(self, elements: int) -> int:
-        return 4 * elements
-
-    def encode(self, values_N: Tensor) -> memoryview:
-        return memory_of(values_N)
-
-    def decode(self, data: memoryview, out_N: Tensor) -> None:
-        if len(data) and torch.frombuffer(data, dtype=torch.float32).data_ptr() != out_N.data_ptr():
-            out_N.copy_(torch.frombuffer(data, dtype=torch.float32))
 
 
 class UnusableInput(Exception):
@@ -51,12 +24,6 @@ class UnusableInput(Exception):
     def __init__(self, peer: PeerId, reason: str) -> None:
         super().__init__(f"{peer}: {reason}")
         self.peer, self.reason = peer, reason
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared."""
-    array: Any = tensor.numpy()
-    return memoryview(array).cast("B") if tensor.numel() else memoryview(b"")
 
 
 class Exchange:

@@ -1,0 +1,114 @@
+"""Eight and four bits: whole numbers times a scale, which is the largest value of a chunk or of a block.
+
+Rounded to the nearest, so the error is at most half a step; with the mean of many peers it averages out further.
+Blocks follow Dettmers et al. 2022 (arXiv:2110.02861): an outlier costs precision in its own block only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.native.codecs.base import memory_of, view_of
+
+_BYTE, _NIBBLE = 127, 7
+#: a block whose largest value is below becomes zero: its scale could not be inverted
+_TINY = 2.0**-120
+
+
+class _Blocks:
+    """Symmetric whole numbers of -levels to levels per block; scales are float32 and come first."""
+
+    def __init__(self, name: str, levels: int, block: int | None) -> None:
+        self.name, self._levels, self._block = name, levels, block
+
+    def size_bytes(self, elements: int) -> int:
+        return 4 * self._blocks(elements) + self._packed_bytes(elements)
+
+    def encode(self, values_N: Tensor) -> memoryview:
+        elements = values_N.numel()
+        data = torch.empty(self.size_bytes(elements), dtype=torch.uint8)
+        if elements:
+            split = 4 * self._blocks(elements)
+            rows = self._rows(values_N)
+            scales = data[:split].view(torch.float32)
+            torch.amax(rows.abs(), dim=1, out=scales)
+            factors = torch.where(scales > _TINY, self._levels / scales, torch.zeros(()))
+            numbers = (rows * factors[:, None]).round_().clamp_(-self._levels, self._levels).to(torch.int8)
+            self._pack(numbers.flatten()[:elements], data[split:])
+        return memory_of(data)
+
+    def decode(self, data: memoryview, out_N: Tensor) -> None:
+        elements = out_N.numel()
+        if not elements:
+            return
+        split = 4 * self._blocks(elements)
+        steps = view_of(data[:split], torch.float32) / self._levels
+        numbers = self._unpack(view_of(data[split:], torch.int8), elements)
+        block = self._block or elements
+        whole = elements // block * block
+        out_N.copy_(numbers)
+        out_N[:whole].view(-1, block).mul_(steps[: whole // block, None])
+        if whole < elements:
+            out_N[whole:].mul_(steps[-1])
+
+    def error_bound(self, values_N: Tensor) -> Tensor:
+        if not values_N.numel():
+            return torch.zeros(0)
+        largest = self._rows(values_N).abs().amax(dim=1, keepdim=True)
+        bound = largest * (0.5 / self._levels + 2.0**-20) + _TINY
+        return bound.expand(-1, self._block or values_N.numel()).flatten()[: values_N.numel()]
+
+    def _blocks(self, elements: int) -> int:
+        return -(-elements // self._block) if self._block else min(elements, 1)
+
+    def _rows(self, values_N: Tensor) -> Tensor:
+        """(blocks, block), the last one filled with zeros."""
+        block = self._block or values_N.numel()
+        missing = -values_N.numel() % block
+        return (torch.nn.functional.pad(values_N, (0, missing)) if missing else values_N).view(-1, block)
+
+    def _packed_bytes(self, elements: int) -> int:
+        return elements
+
+    def _pack(self, numbers_N: Tensor, out: Tensor) -> None:
+        out.copy_(numbers_N.view(torch.uint8))
+
+    def _unpack(self, data: Tensor, elements: int) -> Tensor:
+        return data
+
+
+class Uniform8Bit(_Blocks):
+    """One byte per value, one scale per chunk. Error: at most 1/254 of the chunk's largest value."""
+
+    def __init__(self) -> None:
+        super().__init__("uniform 8 bit", _BYTE, None)
+
+
+class Blockwise8Bit(_Blocks):
+    """One byte per value, one scale per 1024 of them. Error: at most 1/254 of the block's largest value."""
+
+    def __init__(self, block: int = 1024) -> None:
+        super().__init__(f"blockwise 8 bit, {block}", _BYTE, block)
+
+
+class Blockwise4Bit(_Blocks):
+    """Half a byte per value, one scale per 64 of them. Error: at most 1/14 of the block's largest value."""
+
+    def __init__(self, block: int = 64) -> None:
+        super().__init__(f"blockwise 4 bit, {block}", _NIBBLE, block)
+
+    def _packed_bytes(self, elements: int) -> int:
+        return -(-elements // 2)
+
+    def _pack(self, numbers_N: Tensor, out: Tensor) -> None:
+        """Two in a byte: the first half of the chunk in the lower bits, the second in the upper ones."""
+        half = out.numel()
+        lower, upper = numbers_N[:half], numbers_N[half:]
+        packed = lower & 15
+        packed[: upper.numel()] |= upper << 4
+        out.copy_(packed.view(torch.uint8))
+
+    def _unpack(self, data: Tensor, elements: int) -> Tensor:
+        upper = data[: elements - data.numel()] >> 4  # the sign comes along
+        return torch.cat(((data << 4) >> 4, upper))

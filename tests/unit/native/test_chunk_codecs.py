@@ -1,0 +1,114 @@
+"""One contract for all codecs of the native engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hivemind.engine.native.codecs import (
+    BFloat16,
+    Blockwise4Bit,
+    Blockwise8Bit,
+    ChunkCodec,
+    Exact,
+    ScaledFloat16,
+    Uniform8Bit,
+)
+
+CODECS: list[ChunkCodec] = [
+    Exact(),
+    ScaledFloat16(),
+    BFloat16(),
+    Uniform8Bit(),
+    Blockwise8Bit(),
+    Blockwise8Bit(block=5),
+    Blockwise4Bit(),
+    Blockwise4Bit(block=3),
+]
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+VALUES = st.one_of(
+    st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**100, min_value=-(2.0**100)),
+        max_size=70,
+    ),
+    st.builds(
+        lambda seed, size, scale: (torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale).tolist(),
+        st.integers(0, 999),
+        st.integers(0, 3000),
+        st.sampled_from([1e-30, 1e-9, 1.0, 1e20]),
+    ),
+)
+
+
+def there_and_back(codec: ChunkCodec, values: torch.Tensor) -> torch.Tensor:
+    data = codec.encode(values.clone())
+    assert len(data) == codec.size_bytes(values.numel())
+    out = torch.full_like(values, math.nan)
+    codec.decode(memoryview(bytearray(data)), out)
+    return out
+
+
+@every_codec
+@given(numbers=VALUES)
+def test_what_comes_back_is_within_the_stated_bound(codec: ChunkCodec, numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    error = (there_and_back(codec, values) - values).abs()
+    assert bool((error <= codec.error_bound(values)).all())
+
+
+@every_codec
+def test_the_bound_is_no_excuse(codec: ChunkCodec) -> None:
+    """It is of the size that the number of bits promises, not merely large enough."""
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    promised = {"exact": 0.0, "float16": 2e-3, "bfloat16": 2e-2}.get(codec.name, 0.02 if "8" in codec.name else 0.35)
+    assert float(codec.error_bound(values).max()) <= promised
+
+
+@every_codec
+@given(numbers=VALUES)
+def test_the_same_values_give_the_same_bytes_and_are_left_alone(codec: ChunkCodec, numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    before = values.clone()
+    assert bytes(codec.encode(values)) == bytes(codec.encode(values))
+    assert torch.equal(values, before)
+
+
+@every_codec
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 66, 129])
+def test_a_value_that_is_not_finite_is_never_hidden(codec: ChunkCodec, bad: float, at: int) -> None:
+    values = torch.ones(130)
+    values[at] = bad
+    assert not bool(torch.isfinite(there_and_back(codec, values)).all())
+
+
+@every_codec
+def test_zeros_stay_zeros(codec: ChunkCodec) -> None:
+    assert torch.equal(there_and_back(codec, torch.zeros(130)), torch.zeros(130))
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_scaled_float16_keeps_what_plain_float16_loses(scale: float) -> None:
+    values = torch.linspace(-1, 1, 1001) * scale
+    assert float((there_and_back(ScaledFloat16(), values) - values).abs().max()) <= 1e-3 * scale
+
+
+def test_an_outlier_costs_precision_in_its_own_block_only() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    values[0] = 1e6
+    blocks, whole = (there_and_back(codec, values) - values for codec in (Blockwise8Bit(), Uniform8Bit()))
+    assert float(blocks[1024:].abs().max()) < 0.02
+    assert float(whole[1024:].abs().max()) > 0.5
+
+
+BITS = {"exact": 32, "float16": 16, "bfloat16": 16, "uniform 8 bit": 8, "blockwise 8 bit, 1024": 8.05}
+
+
+@every_codec
+def test_bits_per_value(codec: ChunkCodec) -> None:
+    bits = BITS.get(codec.name, 4.5 if codec.name == "blockwise 4 bit, 64" else 16)
+    assert 8 * codec.size_bytes(1 << 20) / (1 << 20) <= bits + 1e-3

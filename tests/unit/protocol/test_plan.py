@@ -1,0 +1,72 @@
+"""Who reduces what: each chunk once, by bandwidth, and anew when somebody is lost."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, share_chunks
+
+PEERS = [f"p{number}" for number in range(6)]
+BANDWIDTHS = st.dictionaries(st.sampled_from(PEERS), st.floats(0.01, 1e9), min_size=1)
+
+
+def plan(bandwidths: dict[str, float], chunks: int, givers: list[str]) -> Plan:
+    return make_plan(
+        b"round",
+        Head.root("run", "p0"),
+        "p0",
+        members=PEERS,
+        contributions=[Contribution(peer=peer, number=1, samples=8) for peer in givers],
+        bandwidths=bandwidths,
+        chunks=chunks,
+        stop=False,
+    )
+
+
+@given(BANDWIDTHS, st.integers(0, 300))
+def test_every_chunk_has_one_owner_and_shares_follow_the_bandwidth(bandwidths: dict[str, float], chunks: int) -> None:
+    owners = share_chunks(chunks, sorted(bandwidths.items()))
+    assert len(owners) == chunks
+    total = sum(bandwidths.values())
+    for peer, bandwidth in bandwidths.items():
+        assert abs(owners.count(peer) - chunks * bandwidth / total) <= 1.0001
+    assert owners == sorted(owners), "an owner's chunks are neighbours"
+
+
+@given(BANDWIDTHS, st.integers(1, 40), st.sets(st.sampled_from(PEERS[1:])), st.sets(st.sampled_from(PEERS)))
+def test_after_a_loss_nothing_of_the_lost_is_left(
+    bandwidths: dict[str, float], chunks: int, lost: set[str], givers: set[str]
+) -> None:
+    before = plan(bandwidths, chunks, sorted(givers))
+    after = before.without(frozenset(lost))
+    assert after.version == before.version + 1
+    assert not lost & {*after.members, *after.contributors, *after.owners, *dict(after.reducers)}
+    assert len(after.owners) == chunks
+    for chunk in range(chunks):
+        changed = after.owners[chunk] != before.owners[chunk] or after.contributions != before.contributions
+        assert after.since[chunk] == (after.version if changed else before.since[chunk])
+        assert after.wants(chunk, after.version, after.owners[chunk])
+        assert after.wants(chunk, before.version, before.owners[chunk]) == (not changed)
+
+
+def test_a_refused_peer_gives_nothing_and_stays_a_member_that_reduces() -> None:
+    after = plan(dict.fromkeys(PEERS, 1.0), 6, PEERS).without(frozenset(), frozenset({"p3"}))
+    assert "p3" not in after.contributors
+    assert "p3" in after.members
+    assert "p3" in after.owners
+
+
+def test_where_nobody_can_be_reached_the_coordinator_reduces() -> None:
+    assert set(plan({}, 4, PEERS).owners) == {"p0"}
+    assert set(plan({"p1": 1.0}, 4, PEERS).without(frozenset({"p1"})).owners) == {"p0"}
+
+
+def test_a_plan_names_a_peer_only_with_what_it_offers_now() -> None:
+    mine = Contribution(peer="p1", number=1, samples=8)
+    earlier = Contribution(peer="p1", number=0, samples=8)
+    assert plan({}, 1, PEERS).names("p1", Offer(contribution=mine))
+    assert not plan({}, 1, PEERS).names("p1", Offer(contribution=earlier))
+    assert not plan({}, 1, PEERS).names("stranger", Offer(contribution=None))
+    assert not plan({}, 1, PEERS).names("p1", None)
