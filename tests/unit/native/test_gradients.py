@@ -1,0 +1,135 @@
+"""What a peer gathers, gives, gets back, and puts where the optimizer looks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.protocol.lineage import Contribution
+
+
+def parameters() -> list[Tensor]:
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    return [torch.nn.Parameter(torch.zeros(2, 3)), frozen, torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))]
+
+
+@pytest.fixture
+def gradients() -> Gradients:
+    return Gradients("me", parameters(), max_staleness=1)
+
+
+def add(gradients: Gradients, value: float, samples: int, epoch: int = 0) -> int:
+    for parameter in gradients.parameters:
+        parameter.grad = torch.full_like(parameter, value)
+    return gradients.add(samples, epoch)
+
+
+def given(gradients: Gradients) -> tuple[Contribution, Tensor]:
+    found = gradients.give()
+    assert found is not None
+    return found
+
+
+def test_one_batch_is_given_bit_for_bit(gradients: Gradients) -> None:
+    first, last = gradients.parameters
+    first.grad, last.grad = torch.randn(2, 3), torch.randn(4, dtype=torch.bfloat16)
+    assert gradients.add(7, 0) == 7
+    contribution, values = given(gradients)
+    assert contribution.samples == 7
+    assert torch.equal(values, torch.cat((first.grad.flatten(), last.grad.float())))
+
+
+def test_batches_of_unlike_size_are_averaged_over_samples(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6)
+    assert add(gradients, 4.0, 2) == 8
+    contribution, values = given(gradients)
+    assert contribution.samples == 8
+    assert torch.allclose(values, torch.full((10,), 1.75))
+
+
+def test_equal_batches_are_what_a_plain_trainer_accumulates() -> None:
+    weights = torch.nn.Parameter(torch.zeros(1000))
+    gradients, plain = Gradients("me", [weights], max_staleness=1), torch.zeros(1000)
+    for _ in range(4):
+        weights.grad = torch.randn(1000)
+        plain += weights.grad / 4
+        gradients.add(3, 0)
+    assert torch.equal(given(gradients)[1], plain)
+
+
+def test_a_parameter_without_a_gradient_counts_as_zeros(gradients: Gradients) -> None:
+    add(gradients, 2.0, 4)
+    gradients.parameters[0].grad = None
+    gradients.add(4, 0)
+    _, values = given(gradients)
+    assert values.tolist() == [1.0] * 6 + [2.0] * 4
+
+
+def test_nothing_gathered_is_nothing_given(gradients: Gradients) -> None:
+    assert gradients.give() is None
+
+
+def test_what_a_round_has_does_not_change_while_batches_go_on(gradients: Gradients) -> None:
+    add(gradients, 1.0, 8)
+    _, values = given(gradients)
+    assert add(gradients, 5.0, 8) == 16
+    assert values.tolist() == [1.0] * 10
+    assert gradients.committed(None, 0) == 0
+
+
+def test_after_a_failed_round_everything_is_given_again_with_what_came_since(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6)
+    first, _ = given(gradients)
+    add(gradients, 4.0, 2)
+    gradients.returned()
+    assert gradients.samples == 8
+    second, values = given(gradients)
+    assert (second.samples, second.number > first.number) == (8, True)
+    assert torch.allclose(values, torch.full((10,), 1.75))
+
+
+def test_what_is_committed_is_gone_and_the_rest_is_kept(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6)
+    mine, _ = given(gradients)
+    add(gradients, 4.0, 2)
+    assert gradients.committed(mine, 1) == 0
+    contribution, values = given(gradients)
+    assert contribution.samples == 2
+    assert values.tolist() == [4.0] * 10
+
+
+def test_a_commit_without_this_peer_leaves_its_gradients_until_they_are_too_old(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6, epoch=0)
+    given(gradients)
+    assert gradients.committed(None, 1) == 0
+    assert gradients.samples == 6
+    add(gradients, 1.0, 3, epoch=1)
+    assert gradients.committed(None, 2) == 6
+    assert gradients.samples == 3
+    assert gradients.committed(None, 3) == 3
+    assert gradients.samples == 0
+
+
+def test_discarding_forgets_what_no_round_has(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6)
+    mine, _ = given(gradients)
+    add(gradients, float("nan"), 2)
+    assert gradients.discard() == 2
+    assert gradients.samples == 6
+    gradients.committed(mine, 1)
+    assert gradients.samples == 0
+
+
+def test_an_average_is_put_where_the_optimizer_looks(gradients: Gradients) -> None:
+    gradients.parameters[0].grad = torch.ones(2, 3)
+    average = torch.arange(10.0)
+    gradients.use(average)
+    first, last = gradients.parameters
+    assert first.grad is not None
+    assert last.grad is not None
+    assert first.grad.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert (last.grad.dtype, last.grad.tolist()) == (torch.bfloat16, [6.0, 7.0, 8.0, 9.0])
+    first.grad.zero_()
+    assert average.tolist() == list(range(10))
