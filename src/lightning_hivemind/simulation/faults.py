@@ -26,8 +26,8 @@ class Schedule:
     seed: int
     kinds: tuple[str, ...] = KINDS
     lossy: bool = True
-    trouble_s: float = 20.0
-    calm_s: float = 20.0
+    trouble_s: float = 10.0
+    calm_s: float = 15.0
     names: list[str] = field(default_factory=list)
     fired: list[tuple[float, str, str]] = field(default_factory=list)
 
