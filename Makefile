@@ -5,11 +5,12 @@ SETUP = $(PYTHON) scripts/setup_env.py --venv $(VENV)
 # Several peers share this machine's cores: one thread each is faster than all fighting for all.
 # Swarm tests wait for one another's peers most of the time.
 WORKERS ?= 2
+SEEDS ?= 0:10000
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 CODE = $(wildcard src tests examples benchmarks scripts docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs build format clean
+.PHONY: help demo test hostile check bench docs build format clean
 
 help: ## this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +23,10 @@ demo: ## three peers on this machine train a small GPT; about five minutes
 test: ## unit tests, then swarm tests with real processes; ARGS="-k name" is handed to pytest
 	@$(SETUP) test
 	$(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit tests/swarm $(ARGS)
+
+hostile: ## the protocol under SEEDS=first:last random schedules of faults; 10,000 take about half an hour
+	@$(SETUP) test
+	SEEDS=$(SEEDS) $(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit/protocol/test_hostile.py $(ARGS)
 
 check: ## ruff and mypy
 	@$(SETUP) test dev

@@ -83,6 +83,19 @@ def test_imports_point_downwards(path: Path) -> None:
     assert violations(path, path.read_text(encoding="utf-8")) == []
 
 
+PURE = [path for path in SOURCES if path.parent.name == "protocol"]
+IMPURE = {"asyncio", "queue", "random", "select", "selectors", "socket", "ssl", "subprocess", "threading", "time"}
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda path: path.name)
+def test_the_protocol_imports_itself_and_nothing_that_could_do_io_or_wait(path: Path) -> None:
+    names = set(imported_modules(ast.parse(path.read_text(encoding="utf-8"))))
+    own = "lightning_hivemind.engine.native.protocol"
+    assert {name for name in names if name.startswith("lightning_hivemind") and not name.startswith(own)} == set()
+    roots = {name.split(".")[0] for name in names} - {"lightning_hivemind"}
+    assert roots <= set(sys.stdlib_module_names) - IMPURE
+
+
 @pytest.mark.parametrize(
     "line",
     [
