@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Note, Send
@@ -18,6 +19,9 @@ class Coordinator:
         self._settings, self._me, self._emit = settings, me, emit
         self.plan = plan
         self._done: dict[PeerId, tuple[int, bytes]] = {}
+        #: of this version: who says what of whom
+        self._accusations: dict[tuple[PeerId, PeerId], str] = {}
+        self._judge_at = 0.0
         self._everybody = plan.members
         self._deadline, self._resend_at = now + settings.round_s, now + 2 * settings.resend_s
         self.commit: Commit | None = None
@@ -36,20 +40,29 @@ class Coordinator:
         if peer in self.plan.members and not self.ended:
             self._take_out(lost=frozenset({peer}), refused=frozenset(), reason=reason)
 
-    def accused(self, accuser: PeerId, message: Accuse) -> None:
-        """Somebody does not deliver. Of two that accuse one another the one that was accused first goes."""
-        if self.ended or message.version != self.plan.version or accuser not in self.plan.members:
+    def accused(self, accuser: PeerId, message: Accuse, now: float) -> None:
+        """Somebody does not deliver. Who is to blame is judged a moment later, when others have said what they see."""
+        if self.ended or accuser not in self.plan.members:
             return
         peer = message.peer
         if message.refused:
             if peer in self.plan.contributors:
                 self._take_out(lost=frozenset(), refused=frozenset({peer}), reason=message.reason)
-            return
-        if peer not in self.plan.members:
-            return
-        # whom this peer, which all others reach, cannot do without: then the accuser's own connection is at fault
-        guilty = accuser if peer == self._me else peer
-        self._take_out(lost=frozenset({guilty}), refused=frozenset(), reason=f"{message.reason} (says {accuser})")
+        elif message.version == self.plan.version and peer in self.plan.members and peer != accuser:
+            if not self._accusations:
+                self._judge_at = now + self._settings.resend_s
+            self._accusations[accuser, peer] = message.reason
+
+    def _judge(self) -> None:
+        """Take out who is in most of the accusations, on either side: the link at fault is one of its own.
+
+        Between equals: not this peer, which all others reach; not one that has all results; not the accuser.
+        """
+        sides: Counter[PeerId] = Counter(peer for pair in self._accusations for peer in pair)
+        accused = {peer for _, peer in self._accusations}
+        guilty = max(sides, key=lambda one: (one != self._me, sides[one], one not in self._done, one in accused, one))
+        reasons = sorted(f"{reason} (says {accuser})" for (accuser, _), reason in self._accusations.items())
+        self._take_out(lost=frozenset({guilty}), refused=frozenset(), reason=reasons[0])
 
     def repeat(self, peer: PeerId) -> None:
         """``peer`` seems not to know where the round is."""
@@ -67,7 +80,9 @@ class Coordinator:
     def tick(self, now: float) -> None:
         if self.ended:
             return
-        if now >= self._deadline:
+        if self._accusations and now >= self._judge_at:
+            self._judge()
+        elif now >= self._deadline:
             self.abort(f"not finished in {self._settings.round_s:.1f} s (averaging_timeout)")
         elif now >= self._resend_at:
             self._resend_at = now + 2 * self._settings.resend_s
@@ -77,7 +92,8 @@ class Coordinator:
 
     @property
     def deadline(self) -> float:
-        return min(self._deadline, self._resend_at)
+        times = (self._deadline, self._resend_at)
+        return min(*times, self._judge_at) if self._accusations else min(times)
 
     # ------------------------------------------------------------------ what is decided
 
@@ -93,6 +109,7 @@ class Coordinator:
             self._emit(Note(what=reason, peer=peer, round=self.plan.round))
         self.plan = self.plan.without(lost, refused)
         self._done.clear()
+        self._accusations.clear()
         for peer in lost:
             self._emit(Send(to=peer, message=Ended(round=self.plan.round, reason=reason, aborted=False)))
         if not self.plan.contributions:

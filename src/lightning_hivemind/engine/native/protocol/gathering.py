@@ -65,6 +65,8 @@ class Gathering:
     def plan(self) -> Plan | None:
         """For those who have joined; None if they are too few, or do not have the samples."""
         contributions = [one.contribution for one in self.joined.values() if one.contribution is not None]
+        if self._me not in self.joined:
+            return None
         if self.samples < self._settings.target_samples or len(self.joined) < self._settings.min_group_size:
             return None
         return make_plan(

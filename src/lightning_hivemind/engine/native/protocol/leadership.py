@@ -124,11 +124,12 @@ class Leadership:
         """Close a group that is complete; call a round that is due, unless this peer is ``engaged`` in another one."""
         if self._gathering is not None:
             self._close(self._gathering, now)
+        if now >= self._hold_until:
+            self._hold_until = 0.0
         head = self._standing.settled
         if head is None or engaged or self.active or not self._roster.enough(head):
             self._due_since = None
-        elif now >= self._hold_until:
-            self._hold_until = 0.0
+        elif not self._hold_until:
             self._due(head, now)
 
     def _due(self, head: Head, now: float) -> None:
@@ -146,7 +147,8 @@ class Leadership:
         elif now >= self._due_since + self._settings.matchmaking_s:
             self._due_since = now
             self._roster.let_pass(candidate)
-            self._send(self._roster.candidate(head), self._roster.progress(head))
+            if (following := self._roster.candidate(head)) != self._me:
+                self._send(following, self._roster.progress(head))
 
     def _close(self, gathering: Gathering, now: float) -> None:
         # all of them, wherever they seem to be: who is elsewhere learns of it, and nobody commits beside the others

@@ -27,7 +27,8 @@ class Member:
         #: version and digest of each result
         self._results: dict[int, tuple[int, bytes]] = {}
         self._heard: dict[PeerId, float] = {}
-        self._accused: dict[PeerId, int] = {}
+        #: whom this peer accuses in this version of the plan, and why; said again until there is a newer one
+        self._accused: dict[PeerId, tuple[bool, str]] = {}
         self._resend_at = now + settings.resend_s
         self._gives = me in plan.contributors
         self._begin(set(), now)
@@ -40,6 +41,7 @@ class Member:
             return
         before = {chunk for chunk, owner in enumerate(self.plan.owners) if owner == plan.owners[chunk]}
         self.plan = plan
+        self._accused = {peer: one for peer, one in self._accused.items() if one[0] and peer in plan.contributors}
         self._begin(before, now)
 
     def _begin(self, known: set[int], now: float) -> None:
@@ -61,12 +63,13 @@ class Member:
         self._heard[peer] = now
 
     def input_arrived(self, chunk: int, peer: PeerId) -> None:
-        self._inputs[chunk].add(peer)
-        self._reduce(chunk)
+        if 0 <= chunk < len(self.plan.owners):
+            self._inputs[chunk].add(peer)
+            self._reduce(chunk)
 
     def reduced(self, chunk: int, version: int) -> None:
         """The driver has the average of ``chunk`` as of ``version``."""
-        self._reduced[chunk] = version
+        self._reduced[chunk] = max(version, self._reduced.get(chunk, -1))
         if self.plan.owners[chunk] == self._me and version >= self.plan.since[chunk]:
             self._emit(SendResult(round=self.plan.round, version=version, chunk=chunk, to=self.plan.members))
 
@@ -126,13 +129,14 @@ class Member:
         for peer, (inputs, _) in owed.items():
             # an owner may itself wait for an input: until that one's peer is out, its own silence means nothing
             patience_s = self._settings.stall_s * (1 if inputs else 2)
-            if now - self._heard[peer] >= patience_s and self._accused.get(peer, -1) < self.plan.version:
-                self._accused[peer] = self.plan.version
+            if now - self._heard[peer] >= patience_s and peer not in self._accused:
                 self.accuse(peer, refused=False, reason=f"silent for {patience_s:.1f} s")
         if now < self._resend_at:
             return
         self._resend_at = now + self._settings.resend_s
         self._finish()
+        for peer, (refused, reason) in self._accused.items():
+            self.accuse(peer, refused=refused, reason=reason)
         for peer, (inputs, results) in owed.items():
             if now - self._heard[peer] < self._settings.resend_s:
                 continue  # it is on its way
@@ -145,6 +149,7 @@ class Member:
 
     def accuse(self, peer: PeerId, *, refused: bool, reason: str) -> None:
         """Tell the coordinator that ``peer`` does not deliver, or delivers what cannot be used (``refused``)."""
+        self._accused[peer] = (refused, reason)
         self._tell(Accuse(round=self.plan.round, version=self.plan.version, peer=peer, refused=refused, reason=reason))
 
     def _owed(self) -> dict[PeerId, tuple[list[int], list[int]]]:

@@ -188,7 +188,7 @@ class Peer:
                     member.asked_again(message, sender)
             case Accuse():
                 if (coordinator := leadership.coordinator(message.round)) is not None:
-                    coordinator.accused(sender, message)
+                    coordinator.accused(sender, message, now)
             case Done():
                 leadership.on_done(sender, message)
             case Committed():
@@ -216,9 +216,8 @@ class Peer:
         if commits and self._standing.catching_up_to is None and self._rounds.in_doubt(commits[0].round):
             self._rounds.commit(commits[0], now)
             head, commits = commits[0].head, commits[1:]
-        ahead = message.head.epoch > head.epoch or message.head.outweighs(head)
-        goal = self._standing.catching_up_to
-        if message.head != head and ahead and (goal is None or message.head.outweighs(goal)):
+        goal = self._standing.catching_up_to or head
+        if message.head.outweighs(head) and message.head.outweighs(goal):
             self._rounds.leave("others are ahead", now)
             self._standing.catching_up_to = message.head
             self._emit(CatchUp(head=message.head, source=sender, commits=commits))

@@ -124,6 +124,8 @@ def make_plan(
 
 def share_chunks(count: int, reducers: Sequence[tuple[PeerId, float]]) -> list[PeerId]:
     """Owners of ``count`` chunks in order: runs of neighbours, as long as the owner's share of the bandwidth."""
+    if sum(bandwidth for _, bandwidth in reducers) <= 0.0:
+        reducers = [(peer, 1.0) for peer, _ in reducers]
     total = sum(bandwidth for _, bandwidth in reducers)
     owners: list[PeerId] = []
     reached = 0.0

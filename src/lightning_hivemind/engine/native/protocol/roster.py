@@ -55,6 +55,8 @@ class Roster:
         this was said before and arrives late.
         """
         known = self._seen.get(peer)
+        if peer == self._me:
+            return
         if known is None:
             self._seen[peer] = Seen(head=head, samples=samples)
         elif not outdated or known.head.epoch <= head.epoch:

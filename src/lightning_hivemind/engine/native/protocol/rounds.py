@@ -55,8 +55,8 @@ class Joined:
     resend_at: float
     offer: Offer | None = None
     askers: set[PeerId] = field(default_factory=set)
-    early: list[tuple[int, PeerId]] = field(default_factory=list)
-    early_results: list[tuple[int, int, bytes, PeerId]] = field(default_factory=list)
+    early: set[tuple[int, PeerId]] = field(default_factory=set)
+    early_results: dict[int, tuple[int, bytes, PeerId]] = field(default_factory=dict)
     next_call: tuple[PeerId, Call] | None = None
 
 
@@ -112,8 +112,9 @@ class Rounds:
         if member is not None:
             member.heard(peer, now)
             member.input_arrived(chunk, peer)
-        elif self._joined is not None and self._joined.round == round_id:
-            self._joined.early.append((chunk, peer))
+        elif self.in_doubt(round_id) and 0 <= chunk < self._settings.chunks:
+            assert self._joined is not None
+            self._joined.early.add((chunk, peer))
 
     def result_arrived(
         self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId, now: float
@@ -122,8 +123,9 @@ class Rounds:
         if member is not None:
             member.heard(owner, now)
             member.result_arrived(chunk, version, digest, owner)
-        elif self._joined is not None and self._joined.round == round_id:
-            self._joined.early_results.append((chunk, version, digest, owner))
+        elif self.in_doubt(round_id) and 0 <= chunk < self._settings.chunks:
+            assert self._joined is not None
+            self._joined.early_results[chunk] = (version, digest, owner)
 
     def lost(self, peer: PeerId, now: float) -> None:
         self.leadership.lost(peer)
@@ -160,6 +162,11 @@ class Rounds:
         elif joined is not None and joined.round == message.round:
             if joined.offer is not None and self._member is None:
                 self._send(sender, Join(round=message.round, offer=joined.offer))
+        elif joined is not None and self._member is not None and engaged == sender:
+            # of an attempt before this round, or after it: the coordinator knows whether this one is over
+            joined.next_call = (sender, message)
+            if joined.offer is not None:
+                self._send(sender, Join(round=joined.round, offer=joined.offer))
         elif engaged not in (None, sender) and (
             self._member is not None or not self._roster.outranks(sender, engaged, head.epoch)
         ):
@@ -182,16 +189,15 @@ class Rounds:
         elif plan.parent == self._standing.head and len(plan.owners) == self._settings.chunks:
             joined.since = now
             self._member = Member(self._settings, self._me, plan, self._emit, now)
-            for chunk, peer in joined.early:
+            for chunk, peer in sorted(joined.early):
                 self._member.input_arrived(chunk, peer)
-            for result in joined.early_results:
-                self._member.result_arrived(*result)
+            for chunk, result in joined.early_results.items():
+                self._member.result_arrived(chunk, *result)
 
     def on_committed(self, sender: PeerId, commit: Commit, now: float) -> None:
-        joined = self._joined
-        from_coordinator = joined is not None and joined.round == commit.round and joined.coordinator == sender
-        if from_coordinator and self._over.get(commit.round, False):
-            return
+        promised, inquiry, joined = self._over.get(commit.round, False), self.inquiry(commit.round), self._joined
+        if promised and (inquiry is None or (joined is not None and joined.coordinator == sender)):
+            return  # this peer said that it would take none; if others have it, their news leads there
         if commit.parent == self._standing.settled:
             self.commit(commit, now)
         else:
@@ -212,7 +218,7 @@ class Rounds:
         joined, head = self._joined, self._standing.head
         if self._standing.history.of_round(message.round) is not None:
             self._standing.tell_outcome(sender, message.round)
-        elif head is not None and head.epoch > message.head.epoch:
+        elif head is not None and head.outweighs(message.head):
             self._send(sender, News(head=head, commits=self._standing.history.since(message.head)))
         elif joined is not None and joined.round == message.round and self._inquiry is None:
             joined.askers.add(sender)
@@ -289,6 +295,8 @@ class Rounds:
             self._send(asker, over if aborted else Undecided(round=joined.round))
         self._emit(GiveUp(round=joined.round, reason=reason))
         self.leadership.back_off(now)
+        if joined.next_call is not None:
+            self.on_call(*joined.next_call, now)
 
     # ------------------------------------------------------------------ private
 

@@ -25,8 +25,7 @@ class Standing:
         return self.head if self.catching_up_to is None else None
 
     def adopt(self, head: Head, commits: tuple[Commit, ...]) -> None:
-        if self.catching_up_to is None or head.epoch >= self.catching_up_to.epoch:
-            self.catching_up_to = None
+        self.catching_up_to = None
         if not commits or commits[0].parent != self.head:
             self.history = History()
         for commit in commits:
@@ -57,8 +56,7 @@ class Standing:
         """
         if self.head is None or head == self.head:
             return head == self.head
-        ahead = self.head.epoch - head.epoch
-        if ahead > 0 or (ahead == 0 and self.head.outweighs(head)):
+        if self.head.outweighs(head):
             self._emit(Send(to=peer, message=News(head=self.head, commits=self.history.since(head))))
         else:
             self._emit(Send(to=peer, message=self._roster.progress(self.head)))  # it will answer with news

@@ -1,0 +1,182 @@
+"""Single messages that are late, lost, or read in the wrong moment. Each was a fault once."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hivemind.engine.native.protocol.actions import CatchUp
+from lightning_hivemind.engine.native.protocol.messages import (
+    Accuse,
+    Call,
+    Committed,
+    Done,
+    Ended,
+    News,
+    Progress,
+)
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from swarm.table import Data, Table, by_rank
+
+SETTINGS = Settings(run="run", target_samples=16, chunks=3)
+FIRST, SECOND, THIRD = by_rank(["a", "b", "c"], "run")
+
+
+def three(settings: Settings = SETTINGS) -> Table:
+    return Table(["a", "b", "c"], settings)
+
+
+def test_three_peers_commit_in_one_instant() -> None:
+    table = three()
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    (commit,) = {table.applied[name][0] for name in "abc"}
+    assert commit.samples == 24
+
+
+def test_a_peer_that_promised_to_take_no_commit_takes_none_in_its_next_round_either() -> None:
+    table = three()
+    table.hold = lambda sender, _, what: sender == FIRST and isinstance(what, Committed)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    late = [letter for letter in table.held if letter[1] == THIRD]
+    assert late, "the coordinator has committed"
+    table.kill(FIRST)
+    table.hold = lambda sender, _, what: sender == THIRD and isinstance(what, Done)
+    table.wait(1.0)
+    table.hold = lambda *_: False
+    for letter in late:
+        table.read(*letter)
+    table.wait(3.0)
+    assert table.applied[SECOND] == table.applied[THIRD]
+    assert [commit.contributions[0].peer for commit in table.applied[THIRD]]
+    assert FIRST not in {one.peer for commit in table.applied[THIRD] for one in commit.contributions}
+
+
+def test_peers_that_could_not_catch_up_with_a_dead_one_go_on_together() -> None:
+    table = three()
+    table.hold = lambda sender, receiver, what: sender == FIRST != receiver and isinstance(what, Committed)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    (ahead,) = table.applied[FIRST]
+    for name in (SECOND, THIRD):
+        table.read(FIRST, name, Ended(round=ahead.round, reason="taken out", aborted=False))
+        table.read(FIRST, name, News(head=ahead.head, commits=(ahead,)))
+    table.flow()
+    assert sum(isinstance(action, CatchUp) for _, action in table.done) == 2
+    table.kill(FIRST)
+    for name in (SECOND, THIRD):  # nobody has that state any more: each goes on with its own
+        peer = table.peers[name]
+        assert peer.head is not None
+        peer.adopt(peer.head, (), table.now)
+    table.hold = lambda *_: False
+    table.train(**{SECOND: 20, THIRD: 20})
+    table.wait(3.0)
+    assert table.applied[SECOND] == table.applied[THIRD] != []
+
+
+@pytest.mark.parametrize("reader", ["light", "heavy"])
+def test_of_two_lineages_the_one_with_more_samples_wins_however_many_steps_the_other_has(reader: str) -> None:
+    table = Table(["light", "heavy"], SETTINGS)
+    table.hold = lambda sender, receiver, _: sender != receiver
+    table.peers["light"].lost("heavy", 0.0)
+    table.peers["heavy"].lost("light", 0.0)
+    for _ in range(3):
+        table.train(light=16)
+        table.wait(0.2)
+    table.train(heavy=1000)
+    table.wait(0.2)
+    assert (len(table.applied["light"]), len(table.applied["heavy"])) == (3, 1)
+    table.held, table.hold = [], lambda *_: False
+    other = "heavy" if reader == "light" else "light"
+    head = table.peers[other].head
+    assert head is not None
+    table.peers[reader].saw(other, head, 0, True, 9.0, table.now)
+    table.wait(1.0)
+    assert {name for name, action in table.done if isinstance(action, CatchUp)} == {"light"}
+
+
+def test_a_peer_does_not_count_its_own_samples_twice() -> None:
+    """Its turn comes because the candidate lets a round pass: what it would tell the candidate it knows itself."""
+    table = three(Settings(run="run", target_samples=100, chunks=3))
+    table.gone.add(FIRST)  # frozen, and not yet noticed; its record says 60
+    head = table.peers[SECOND].head
+    assert head is not None
+    table.peers[SECOND].saw(FIRST, head, 60, True, 1.0, table.now)
+    table.train(**{SECOND: 45})
+    table.wait(8.0)
+    table.kill(FIRST)
+    table.flow()
+    assert table.peers[SECOND].swarm_samples == 45
+
+
+def test_a_call_of_an_earlier_attempt_does_not_throw_a_member_out_of_its_round() -> None:
+    table = three(Settings(run="run", target_samples=24, chunks=3, min_group_size=3))
+    stale: list[Call] = []
+
+    def first_call(sender: str, receiver: str, what: object) -> bool:
+        if isinstance(what, Call) and receiver == THIRD and not stale:
+            stale.append(what)
+            return True
+        return False
+
+    table.hold = first_call
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    assert stale
+    table.peers[FIRST].lost(SECOND, table.now)  # too few: the attempt is given up
+    table.peers[FIRST].lost(THIRD, table.now)
+    table.hold = lambda sender, _, what: sender == THIRD and isinstance(what, Done)
+    table.wait(2.0)
+    table.read(FIRST, THIRD, stale[0])
+    table.flow()
+    table.release()
+    table.wait(1.0)
+    assert [len(table.applied[name]) for name in "abc"] == [1, 1, 1]
+    assert ("c", "it has left the round") not in table.notes()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_accusation_that_is_lost_is_said_again(lost: int) -> None:
+    table = three()
+    said: list[Accuse] = []
+
+    def silent(sender: str, receiver: str, what: object) -> bool:
+        if isinstance(what, Accuse):
+            said.append(what)
+            return len(said) <= lost
+        return isinstance(what, Data) and not what.digest and sender == THIRD != receiver
+
+    table.hold = silent
+    table.train(a=16, b=8, c=8)
+    table.wait(SETTINGS.stall_s + 3.0)
+    assert [len(table.applied[name]) for name in (FIRST, SECOND)] == [1, 1]
+    (commit,) = table.applied[FIRST]
+    assert THIRD not in {one.peer for one in commit.contributions}
+
+
+def test_the_peer_that_no_data_reach_goes_and_not_those_that_it_accuses() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    deaf = by_rank(names, "run")[-1]
+    table = Table(names, Settings(run="run", target_samples=40, chunks=5))
+    table.hold = lambda sender, receiver, what: isinstance(what, Data) and sender != receiver == deaf
+    table.train(**dict.fromkeys(names, 8))
+    table.wait(2 * SETTINGS.stall_s + 5.0)
+    committed = {name for name in names if table.applied[name]}
+    assert committed >= set(names) - {deaf}
+    (first, *_) = table.applied[next(iter(committed - {deaf}))]
+    assert {one.peer for one in first.contributions} == set(names) - {deaf}
+
+
+def test_an_idle_peer_has_nothing_to_do_in_the_past() -> None:
+    """A driver that sleeps until the deadline would spin."""
+    table = three()
+    head = table.peers[FIRST].head
+    assert head is not None
+    table.read(SECOND, FIRST, Progress(head=head, samples=0, swarm_samples=20))
+    table.flow()
+    for _ in range(100):
+        table.now += 0.1
+        for peer in table.peers.values():
+            peer.tick(table.now)
+        table.flow()
+        assert all(peer.deadline > table.now for peer in table.peers.values())
