@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_hivemind.engine.native.protocol.actions import CatchUp
@@ -11,6 +13,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Committed,
     Done,
     Ended,
+    Join,
     News,
     Progress,
 )
@@ -165,6 +168,36 @@ def test_the_peer_that_no_data_reach_goes_and_not_those_that_it_accuses() -> Non
     assert committed >= set(names) - {deaf}
     (first, *_) = table.applied[next(iter(committed - {deaf}))]
     assert {one.peer for one in first.contributions} == set(names) - {deaf}
+
+
+def test_a_peer_that_is_never_done_costs_one_round_its_time_and_not_the_run() -> None:
+    table = three()
+    table.hold = lambda sender, _, what: sender == THIRD and isinstance(what, Done)
+    table.train(a=16, b=16, c=16)
+    table.wait(SETTINGS.round_s + 2.0)
+    (commit,) = {table.applied[name][0] for name in "abc"}
+    assert commit.samples == 48, "it has given everything, so it is in"
+
+
+def test_an_offer_in_the_name_of_another_peer_is_not_taken() -> None:
+    table = three()
+    forged: list[Join] = []
+
+    def forge(sender: str, receiver: str, what: object) -> bool:
+        if not isinstance(what, Join) or sender != THIRD or what.offer.contribution is None:
+            return False
+        contribution = replace(what.offer.contribution, peer=SECOND)
+        if contribution not in [one.offer.contribution for one in forged]:
+            forged.append(replace(what, offer=replace(what.offer, contribution=contribution)))
+            table.letters.append((sender, receiver, forged[-1]))
+        return True
+
+    table.hold = lambda *letter: letter[2] not in forged and forge(*letter)
+    table.train(a=16, b=16, c=16)
+    table.wait(8.0)
+    assert forged
+    (commit, *_) = table.applied[FIRST]
+    assert sorted(one.peer for one in commit.contributions) == sorted([FIRST, SECOND])
 
 
 def test_an_idle_peer_has_nothing_to_do_in_the_past() -> None:

@@ -24,6 +24,7 @@ class Coordinator:
         self._judge_at = 0.0
         self._everybody = plan.members
         self._deadline, self._resend_at = now + settings.round_s, now + 2 * settings.resend_s
+        self._extended = False
         self.commit: Commit | None = None
         self.ended = False
         self._publish()
@@ -83,7 +84,7 @@ class Coordinator:
         if self._accusations and now >= self._judge_at:
             self._judge()
         elif now >= self._deadline:
-            self.abort(f"not finished in {self._settings.round_s:.1f} s (averaging_timeout)")
+            self._out_of_time(now)
         elif now >= self._resend_at:
             self._resend_at = now + 2 * self._settings.resend_s
             for peer in self.plan.members:
@@ -96,6 +97,16 @@ class Coordinator:
         return min(*times, self._judge_at) if self._accusations else min(times)
 
     # ------------------------------------------------------------------ what is decided
+
+    def _out_of_time(self, now: float) -> None:
+        """Go on without those that are not done, once; a second time there is no time left."""
+        reason = f"not finished in {self._settings.round_s:.1f} s (averaging_timeout)"
+        late = frozenset(peer for peer in self.plan.members if peer not in self._done)
+        if self._extended or len(late) == len(self.plan.members) or self._me in late:
+            self.abort(reason)
+            return
+        self._extended, self._deadline = True, now + self._settings.round_s / 2
+        self._take_out(lost=late, refused=frozenset(), reason=reason)
 
     def _take_out(self, *, lost: frozenset[PeerId], refused: frozenset[PeerId], reason: str) -> None:
         if self._me in lost:

@@ -34,6 +34,9 @@ class Gathering:
 
     def join(self, peer: PeerId, offer: Offer) -> None:
         """It comes. (A repeated answer changes nothing: what it offered first is what it sends.)"""
+        if offer.contribution is not None and offer.contribution.peer != peer:
+            self.drop(peer)  # in another's name
+            return
         self.awaited.discard(peer)
         self._declined.discard(peer)
         self.joined.setdefault(peer, offer)

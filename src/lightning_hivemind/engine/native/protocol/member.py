@@ -81,7 +81,7 @@ class Member:
 
     def asked_again(self, message: Missing, sender: PeerId) -> None:
         """Send once more what ``sender`` lacks, if it is here to be sent."""
-        for chunk in message.chunks:
+        for chunk in sorted(set(message.chunks)):
             if not 0 <= chunk < len(self.plan.owners):
                 continue
             owner = self.plan.owners[chunk]

@@ -80,9 +80,12 @@ class Peer:
     def adopt(self, head: Head, commits: tuple[Commit, ...], now: float) -> None:
         """This peer's state is that of ``head`` now; ``commits`` are the last ones that led there."""
         self._begin(now)
-        self._rounds.leave("this peer has taken another state", now)
-        self._standing.adopt(head, commits)
-        self._roster.begin_anew()
+        if head == self.head:  # others are ahead, and their state is out of reach: go on from here
+            self._standing.catching_up_to = None
+        else:
+            self._rounds.leave("this peer has taken another state", now)
+            self._standing.adopt(head, commits)
+            self._roster.begin_anew()
         self._settle(now)
 
     def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float, now: float) -> None:
@@ -93,7 +96,11 @@ class Peer:
         self._settle(now)
 
     def lost(self, peer: PeerId, now: float) -> None:
-        """There is no connection to ``peer``, and none can be made."""
+        """There is no connection to ``peer``, and none can be made.
+
+        What it has sent before may still be read, and counts as a sign of life: so this is to be said again whenever
+        sending to it fails.
+        """
         self._begin(now)
         self._roster.lost(peer)
         self._rounds.lost(peer, now)
