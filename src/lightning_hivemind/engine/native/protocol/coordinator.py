@@ -18,7 +18,8 @@ class Coordinator:
     def __init__(self, settings: Settings, me: PeerId, plan: Plan, emit: Callable[[Action], None], now: float) -> None:
         self._settings, self._me, self._emit = settings, me, emit
         self.plan = plan
-        self._done: dict[PeerId, tuple[int, bytes]] = {}
+        #: of this version: who has all results, and their digest
+        self._done: dict[PeerId, bytes] = {}
         #: of this version: who says what of whom
         self._accusations: dict[tuple[PeerId, PeerId], str] = {}
         self._judge_at = 0.0
@@ -33,7 +34,7 @@ class Coordinator:
 
     def done(self, peer: PeerId, message: Done) -> None:
         if peer in self.plan.members and message.version == self.plan.version:
-            self._done[peer] = (message.version, message.digest)
+            self._done[peer] = message.digest
             self._decide()
 
     def lost(self, peer: PeerId, reason: str) -> None:
@@ -112,7 +113,7 @@ class Coordinator:
         if self._me in lost:
             self.abort(reason)
             return
-        if self._agreed(self.plan.members, lost):
+        if self._agreed(lost):
             # whoever was lost has given everything, and all the others have the results
             self._decide(lost)
             return
@@ -130,13 +131,13 @@ class Coordinator:
         else:
             self._publish()
 
-    def _agreed(self, members: tuple[PeerId, ...], without: frozenset[PeerId] = frozenset()) -> bool:
-        return all(peer in self._done for peer in members if peer not in without)
+    def _agreed(self, without: frozenset[PeerId]) -> bool:
+        return all(peer in self._done for peer in self.plan.members if peer not in without)
 
     def _decide(self, lost: frozenset[PeerId] = frozenset()) -> None:
-        if self.ended or not self._agreed(self.plan.members, lost):
+        if self.ended or not self._agreed(lost):
             return
-        digests = {digest for _, digest in self._done.values()}
+        digests = set(self._done.values())
         if len(digests) != 1:
             self.abort("the members did not receive the same bytes")
             return

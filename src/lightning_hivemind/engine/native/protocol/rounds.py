@@ -27,7 +27,6 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Ended,
     Join,
     Message,
-    News,
     RoundId,
     StillOn,
     Undecided,
@@ -220,7 +219,7 @@ class Rounds:
         if self._standing.history.of_round(message.round) is not None:
             self._standing.tell_outcome(sender, message.round)
         elif head is not None and head.outweighs(message.head):
-            self._send(sender, News(head=head, commits=self._standing.history.since(message.head)))
+            self._standing.same(sender, message.head)  # tells it the news
         elif joined is not None and joined.round == message.round and self._inquiry is None:
             joined.askers.add(sender)
             self._send(sender, StillOn(round=message.round))
