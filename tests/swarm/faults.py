@@ -14,7 +14,7 @@ class DiesInARound(NoCompression):  # type: ignore[misc]  # hivemind has no type
     """Sends values as they are, until the test touches ``die`` in the peer's folder: then it kills the trainer.
 
     Values are encoded in the averager's process once a group has formed, so the peer dies in the middle of a round,
-    before it has sent anything.
+    before it has sent any value of its own (it may already have averaged some of the other peer's).
     """
 
     def __init__(self, folder: str) -> None:

@@ -1,6 +1,7 @@
 """A script that uses hivemind alone, as its users write it: ``hivemind.Optimizer``, and nothing of this package.
 
-It joins a run of ours: python stock_peer.py INITIAL_PEERS RUN_ID EPOCHS. Says in JSON lines what it did.
+It joins a run of ours, and trains until the file STOP is there: python stock_peer.py INITIAL_PEERS RUN_ID STOP. Says in
+JSON lines what it did.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import hivemind
 import torch
@@ -15,7 +17,7 @@ import torch
 from swarm.models import Numbered, make_net
 
 
-def main(initial_peers: list[str], run_id: str, epochs: int) -> None:
+def main(initial_peers: list[str], run_id: str, stop: Path) -> None:
     torch.set_num_threads(1)
     net = make_net(seed=77)  # its own start: what it takes from the run must replace it
     data = Numbered(4096)
@@ -34,8 +36,8 @@ def main(initial_peers: list[str], run_id: str, epochs: int) -> None:
     )
     optimizer.load_state_from_peers()
     say("loaded", epoch=optimizer.local_epoch, digest=float(sum(p.double().sum() for p in net.parameters())))
-    done, deadline, start = optimizer.local_epoch, time.monotonic() + 90, 2000
-    while optimizer.local_epoch < epochs and time.monotonic() < deadline:
+    done, start = optimizer.local_epoch, 2000
+    while not stop.exists():
         batch = data.rows(range(start, start + 8))
         start = (start + 8) % 4000
         optimizer.zero_grad()
@@ -56,4 +58,4 @@ def say(event: str, **fields: object) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].split(","), sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1].split(","), sys.argv[2], Path(sys.argv[3]))
