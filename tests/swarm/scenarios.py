@@ -233,3 +233,21 @@ def cli(spec: PeerSpec) -> None:
     made = cli_module.LightningCLI(Model, save_config_callback=None)
     strategy = made.trainer.strategy
     Recorder(spec).write("finished", global_step=made.trainer.global_step, target=strategy.arguments.target_batch_size)
+
+
+def dht_hangs(spec: PeerSpec) -> None:
+    """The DHT's process hangs before the fit."""
+    import os
+    import signal
+
+    from swarm.models import make_loader, make_model
+    from swarm.peer_main import make_strategy, packages
+
+    pl = packages(spec)
+    strategy = make_strategy(spec, pl)
+    os.kill(strategy.dht.pid, signal.SIGSTOP)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(make_model(pl), make_loader(256, 8, 0))

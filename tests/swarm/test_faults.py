@@ -40,6 +40,14 @@ def test_a_silent_dht_is_told_and_training_goes_on_when_it_answers_again(swarm: 
     )
 
 
+def test_a_dht_that_never_answers_at_the_start_is_an_error(swarm: Swarm) -> None:
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:dht_hangs"))
+    error = peer.wait_for("raised", timeout_s=120)
+    assert error["kind"] == "EngineStuckError", error["trace"]
+    assert "the DHT's first answer" in error["text"]
+    peer.wait_exit(code=1)
+
+
 def test_the_wish_to_stop_travels_with_delayed_averaging_of_local_updates(swarm: Swarm) -> None:
     """The only round of such a peer ends after the commit that began it."""
     stopping = "[pl.callbacks.EarlyStopping('val_loss', patience=1)]"

@@ -47,12 +47,12 @@ class Parts:
             self.state.step_executor.shutdown(wait=False, cancel_futures=True)
 
 
-def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Parts:
-    """Start the tracker's thread and the averagers' processes; must be called from the main thread (it forks)."""
+def start_tracker(arguments: Arguments, dht: hivemind.DHT) -> ExactTracker:
+    """Read the swarm's progress and start the tracker's thread. hivemind asks the DHT here without a limit."""
     noise = logging.getLogger("hivemind")
     if noise.level == logging.INFO and not arguments.verbose:  # its default; our events say the same, once
         noise.setLevel(logging.WARNING)
-    tracker = ExactTracker(
+    return ExactTracker(
         dht,
         arguments.run_id,
         arguments.target_batch_size,
@@ -64,6 +64,12 @@ def build_parts(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining,
         # looks are this frequent only towards the end of an epoch
         **{"min_refresh_period": 0.1, **(arguments.tracker_opts or {})},
     )
+
+
+def build_parts(
+    arguments: Arguments, dht: hivemind.DHT, tracker: ExactTracker, training: PeerTraining, *, share_state: bool
+) -> Parts:
+    """Start the averagers' processes; must be called from the main thread (it forks)."""
     parts = Parts(tracker=tracker, state=None, grads=None)
     try:
         parts.state = _build_state(arguments, dht, training, share_state=share_state)

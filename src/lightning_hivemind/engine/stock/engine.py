@@ -16,7 +16,7 @@ from hivemind.p2p import PeerID
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
 from lightning_hivemind.engine.stock.adoption import load_local_parameters
-from lightning_hivemind.engine.stock.build import Parts, build_parts
+from lightning_hivemind.engine.stock.build import Parts, build_parts, start_tracker
 from lightning_hivemind.engine.stock.epoch import EpochRounds
 from lightning_hivemind.engine.stock.rounds import Missed, NotNow
 from lightning_hivemind.engine.swarm_records import SwarmRecords
@@ -43,6 +43,7 @@ ADOPT_ATTEMPTS = 10
 ADOPT_PAUSE_S = 1.0
 EXPIRY_S = 10.0  # how much later than due a report may be forgotten everywhere
 START_ATTEMPTS = 4
+FIRST_ANSWER_S = 15.0  # many times what a lookup takes that meets peers which are gone
 RECORDS_S = 1.0
 IDLE_S = 0.2  # how long an auxiliary peer sleeps between two looks at the swarm
 
@@ -70,7 +71,14 @@ class StockEngine:
         self._records = SwarmRecords(self._a, self._network, self._training.schema)
         self._records.check_schema()
         joins = bool(self._a.initial_peers)
-        self._parts = parts = build_parts(self._a, self._network.dht, self._training, share_state=not joins)
+        tracker = self._worker.call(
+            lambda: start_tracker(self._a, self._network.dht),
+            what="the DHT's first answer",
+            limit_s=FIRST_ANSWER_S,
+            cancel=lambda: None,
+        )
+        parts = build_parts(self._a, self._network.dht, tracker, self._training, share_state=not joins)
+        self._parts = parts
         self.optimizer = parts.state.optimizer
         self._training.make_scheduler(self.optimizer)
         self._session = EpochRounds(self._a, parts, self._records, self._training, self._events)
