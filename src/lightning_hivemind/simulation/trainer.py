@@ -93,7 +93,9 @@ class SimulatedPeer:
         self.boxes: dict[RoundId, Inbox] = {}
         self.notes: list[Note] = []
         #: samples that were dropped because it cannot be known whether a commit has them
-        self.dropped = 0
+        self._unknown = 0
+        #: this peer's contributions to commits that it left; a later lineage may have them after all
+        self._forsaken: set[Contribution] = set()
         self.tag, self.made, self._numbers = tag, 0, incarnation << 32
         self._first_number = self._numbers
         self._mine: dict[RoundId, Contribution | None] = {}
@@ -104,6 +106,12 @@ class SimulatedPeer:
         """Of the parameters: what the protocol knows to be committed may be about to be applied."""
         assert self.parameters is not None
         return self.parameters.head
+
+    @property
+    def dropped(self) -> int:
+        """Samples that are known to be in no commit of the lineage that this peer is on."""
+        kept = {one for commit in self.applied for one in commit.contributions}
+        return self._unknown + sum(one.samples for one in self._forsaken - kept)
 
     # ------------------------------------------------------------------ training
 
@@ -282,21 +290,22 @@ class SimulatedPeer:
                 if other.parameters.head.outweighs(best.parameters.head):
                     best = other
         assert best.parameters is not None
+        decided = {*self.applied, *(commit for commit, _ in self._averages)}
         self._averages.clear()
         if best is not self:
             known = best.applied
             self.parameters = Parameters(head=best.parameters.head, digest=best.parameters.digest)
             start = next((i for i, one in enumerate(known) if one.parent == self.core.head), None)
             if start is None:
-                self.dropped += len(self.pool)  # what became of them cannot be known
+                self._unknown += len(self.pool)  # what became of them cannot be known
                 self.pool.clear()
                 self.offered.clear()
-            forsaken = set(self.applied) - set(known)
-            mine = [one for commit in forsaken for one in commit.contributions if one.peer == self.name]
-            self.dropped += sum(one.samples for one in mine if one.number > self._first_number)
             self.applied = list(known)
             for commit in known[start:] if start is not None else ():
                 self._forget(commit)
+        forsaken = decided - set(self.applied)  # also a commit whose bytes nobody has
+        mine = [one for commit in forsaken for one in commit.contributions if one.peer == self.name]
+        self._forsaken.update(one for one in mine if one.number > self._first_number)
         self.core.adopt(self.parameters.head, tuple(self.applied[-8:]), self.world.now)
         self._report_pool()
 
