@@ -37,15 +37,19 @@ def test_a_stock_script_joins_a_run_of_ours_and_averages_with_it(swarm: Swarm, t
     stock.wait_until(lambda: bool(said(stock, "loaded")), timeout_s=90, what="the stock peer takes our state")
     assert said(stock, "loaded")[0]["epoch"] == 1
     ours.release(1)
+    # (its averager may be in a round of which its optimizer, on a busy machine, has thought the worse already)
     stock.wait_until(
-        lambda: len(whole_rounds(ours)) >= 2 and min(apart(ours, stock), default=1.0) < 1e-5,
+        lambda: (
+            "Averaged gradients with 2 peers" in stock.output
+            and len(whole_rounds(ours)) >= 2
+            and min(apart(ours, stock), default=1.0) < 1e-5
+        ),
         timeout_s=240,
         what="both hold the same parameters after rounds that both were in",
     )
     stop.touch()
     stock.wait_until(lambda: bool(said(stock, "done")), timeout_s=120, what="the stock peer ends")
     assert said(stock, "done")[0]["ours"] is False, "the stock peer must not use this package"
-    assert "Averaged gradients with 2 peers" in stock.output
 
 
 def whole_rounds(peer: Peer) -> list[int]:
