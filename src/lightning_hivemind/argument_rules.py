@@ -220,6 +220,36 @@ def _averagers(values: Values) -> None:
         raise refusal("averager_opts", options, wrong, "lower it, or peers wait for each other's answer in a circle")
 
 
+def _native(values: Values) -> None:
+    """What the native engine does not have (yet): refused, never ignored."""
+    if values["engine"] != "native":
+        return
+    for name, default in _NOT_NATIVE.items():
+        if values[name] and values[name] != default:
+            wrong = 'engine="native" does not have it yet'
+            raise refusal(name, values[name], wrong, 'leave it away, or use engine="hivemind"')
+
+
+#: arguments that engine="native" refuses, and the values that change nothing
+_NOT_NATIVE: Mapping[str, Any] = {
+    "allreduce_timeout": None,
+    "average_opt_statistics": (),
+    "average_state_every": 1,
+    "averager_opts": {},
+    "client_mode": False,
+    "delay_grad_averaging": False,
+    "delay_optimizer_step": False,
+    "delay_state_averaging": False,
+    "grad_averager_factory": None,
+    "load_state_compression": None,
+    "performance_ema_alpha": 0.1,
+    "reuse_grad_buffers": False,
+    "state_averaging_compression": None,
+    "tracker_opts": {},
+    "use_local_updates": False,
+}
+
+
 def _addresses(values: Values, peers_from: str) -> None:
     """Each address can work where it stands; raises AddressError otherwise."""
     check_peers(peers_from, values["initial_peers"])
@@ -250,6 +280,7 @@ def _network(values: Values, peers_from: str) -> None:
 
 # In this order: offload is resolved before the scheduler, whose rule depends on it.
 _RULES: tuple[Callable[[Values], None], ...] = (
+    _native,
     _local_updates,
     _delays,
     _offload,

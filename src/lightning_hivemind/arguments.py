@@ -28,7 +28,7 @@ from lightning_hivemind import argument_checks as check
 from lightning_hivemind import argument_rules as rules
 from lightning_hivemind.network.settings import NetworkSettings
 
-ENGINES = ("hivemind",)
+ENGINES = ("hivemind", "native")
 PEERS_VARIABLE = "INITIAL_PEERS"
 OLDER_PEERS_VARIABLE = "PL_INITIAL_PEERS"
 EVENTS_VARIABLE = "LIGHTNING_HIVEMIND_EVENTS"

@@ -66,21 +66,27 @@ class Ledger:
         self._recorder.write(values.pop("event"), **{**values, "thread": threading.current_thread().name})
         kind = type(event).__name__
         if kind == "EpochCommitted":
-            self._close(event.epoch)
+            self.close(event.epoch, event.samples)
         elif kind == "BatchDropped":  # the newest batch, and with reused buffers those before it
             dropped = 0
             while dropped < event.samples:
                 dropped += len(self.pending[-1])
                 self.lost.append(self.pending.pop())
         elif kind == "RoundMissed":
-            self.lost += self.pending
-            self.pending = []
+            self.lost += self._oldest(event.samples_lost)
         elif kind == "StateLoaded":
             self.adopted.add(event.epoch)
 
-    def _close(self, epoch: int) -> None:
-        self.of_epoch[epoch] = (self.pending, self.lost)
-        self.pending, self.lost = [], []
+    def close(self, epoch: int, samples: int | None = None) -> None:
+        """The oldest ``samples`` (None: all) were in the step that led to ``epoch``."""
+        of_epoch = self._oldest(sum(map(len, self.pending)) if samples is None else samples)
+        self.of_epoch[epoch], self.lost = (of_epoch, self.lost), []
+
+    def _oldest(self, samples: int) -> list[list[int]]:
+        taken: list[list[int]] = []
+        while self.pending and sum(map(len, taken)) < samples:
+            taken.append(self.pending.pop(0))
+        return taken
 
 
 def digest_of(model: torch.nn.Module) -> str:
@@ -289,7 +295,7 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
         def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             epoch = self.now_at(trainer)
             if strategy is None and epoch != self.epoch:
-                ledger._close(epoch)
+                ledger.close(epoch)
             if epoch != self.epoch:
                 self.epoch = epoch
                 self.write("commit", trainer, model, epoch)

@@ -42,6 +42,7 @@ class PeerTraining:
         before_optimizer_step: ``callable(optimizer)``, called once per global step with the averaged gradients in
             place: hooks and gradient clipping.
         extra_tensors: tensors averaged besides the parameters (BatchNorm statistics, say).
+        buffers: of the module (BatchNorm statistics, say): handed to joiners with the state.
         schema: one line per parameter, name, shape and dtype: equal on all peers of a run.
         should_abort: asked while waiting; true means that this process is being stopped.
     """
@@ -52,8 +53,14 @@ class PeerTraining:
     advance_schedulers: Callable[[int], None]
     before_optimizer_step: Callable[[torch.optim.Optimizer], None]
     extra_tensors: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
     schema: Sequence[str]
     should_abort: Callable[[], bool]
+
+    @property
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What belongs to a state besides parameters and optimizer, each once."""
+        return list({id(tensor): tensor for tensor in (*self.extra_tensors, *self.buffers)}.values())
 
 
 class Engine(Protocol):

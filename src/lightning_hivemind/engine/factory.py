@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 def make_engine(arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> Engine:
-    """The engine for ``arguments.engine``, of which there is one so far; not started yet."""
+    """The engine for ``arguments.engine``; not started yet."""
+    if arguments.engine == "native":
+        from lightning_hivemind.engine.native.engine import NativeEngine
+
+        return NativeEngine(arguments, network, training, events)
     from lightning_hivemind.engine.stock import StockEngine  # imports hivemind
 
     return StockEngine(arguments, network, training, events)

@@ -63,6 +63,7 @@ class TrainingSession:
             advance_schedulers=self._schedulers.advance,
             before_optimizer_step=self._before_optimizer_step,
             extra_tensors=self._strategy.extra_tensors,
+            buffers=list(self._module.buffers()),
             schema=self._schema(parameters),
             should_abort=self._should_abort,
         )

@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_hivemind.engine.native.codecs import Exact
 from lightning_hivemind.engine.native.driver import Driver, Given
 from lightning_hivemind.engine.native.layout import Layout
-from lightning_hivemind.engine.native.protocol.actions import Note
-from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.protocol.settings import Settings
@@ -39,6 +38,9 @@ class Trainee:
         contribution = Contribution(peer=self.name, number=self._number, samples=self.samples)
         return Given(offer=Offer(contribution=contribution), values=self.values)
 
+    def ready_at(self, now: float) -> float:
+        return now
+
     def returned(self, reason: str) -> None:
         self.returns.append(reason)
 
@@ -47,10 +49,10 @@ class Trainee:
         self.averages.append(average)
         self.samples = 0
 
-    def behind(self, head: Head, source: PeerId, commits: tuple[Commit, ...]) -> None:
+    def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         self.returns.append("behind")
 
-    def noted(self, note: Note) -> None:
+    def adopted(self, head: Head) -> None:
         pass
 
 
@@ -80,8 +82,8 @@ class Run:
             trainee = self.trainees[name]
             trainee.values, trainee.samples = torch.randn(self.layout.elements), count
             given[name] = trainee.values.clone()
-        for name, count in samples.items():
-            self.drivers[name].contributed(count)
+        for name in samples:
+            self.drivers[name].contributed()
         return given
 
     def wait_for_commit(self, number: int, names: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.protocol.lineage import Contribution
+from lightning_hivemind.engine.native.statistics import Statistics
 
 
 def parameters() -> list[Tensor]:
@@ -17,13 +18,14 @@ def parameters() -> list[Tensor]:
 
 @pytest.fixture
 def gradients() -> Gradients:
-    return Gradients("me", parameters(), max_staleness=1)
+    return Gradients("me", parameters(), Statistics([]), max_staleness=1)
 
 
 def add(gradients: Gradients, value: float, samples: int, epoch: int = 0) -> int:
     for parameter in gradients.parameters:
         parameter.grad = torch.full_like(parameter, value)
-    return gradients.add(samples, epoch)
+    gradients.add(samples, epoch)
+    return gradients.samples
 
 
 def given(gradients: Gradients) -> tuple[Contribution, Tensor]:
@@ -35,7 +37,8 @@ def given(gradients: Gradients) -> tuple[Contribution, Tensor]:
 def test_one_batch_is_given_bit_for_bit(gradients: Gradients) -> None:
     first, last = gradients.parameters
     first.grad, last.grad = torch.randn(2, 3), torch.randn(4, dtype=torch.bfloat16)
-    assert gradients.add(7, 0) == 7
+    assert gradients.add(7, 0) == 0
+    assert gradients.samples == 7
     contribution, values = given(gradients)
     assert contribution.samples == 7
     assert torch.equal(values, torch.cat((first.grad.flatten(), last.grad.float())))
@@ -51,7 +54,7 @@ def test_batches_of_unlike_size_are_averaged_over_samples(gradients: Gradients) 
 
 def test_equal_batches_are_what_a_plain_trainer_accumulates() -> None:
     weights = torch.nn.Parameter(torch.zeros(1000))
-    gradients, plain = Gradients("me", [weights], max_staleness=1), torch.zeros(1000)
+    gradients, plain = Gradients("me", [weights], Statistics([]), max_staleness=1), torch.zeros(1000)
     for _ in range(4):
         weights.grad = torch.randn(1000)
         plain += weights.grad / 4
@@ -76,7 +79,7 @@ def test_what_a_round_has_does_not_change_while_batches_go_on(gradients: Gradien
     _, values = given(gradients)
     assert add(gradients, 5.0, 8) == 16
     assert values.tolist() == [1.0] * 10
-    assert gradients.committed(None, 0) == 0
+    assert gradients.committed([], 0) == 0
 
 
 def test_after_a_failed_round_everything_is_given_again_with_what_came_since(gradients: Gradients) -> None:
@@ -94,7 +97,7 @@ def test_what_is_committed_is_gone_and_the_rest_is_kept(gradients: Gradients) ->
     add(gradients, 1.0, 6)
     mine, _ = given(gradients)
     add(gradients, 4.0, 2)
-    assert gradients.committed(mine, 1) == 0
+    assert gradients.committed([mine], 1) == 0
     contribution, values = given(gradients)
     assert contribution.samples == 2
     assert values.tolist() == [4.0] * 10
@@ -103,12 +106,12 @@ def test_what_is_committed_is_gone_and_the_rest_is_kept(gradients: Gradients) ->
 def test_a_commit_without_this_peer_leaves_its_gradients_until_they_are_too_old(gradients: Gradients) -> None:
     add(gradients, 1.0, 6, epoch=0)
     given(gradients)
-    assert gradients.committed(None, 1) == 0
+    assert gradients.committed([], 1) == 0
     assert gradients.samples == 6
     add(gradients, 1.0, 3, epoch=1)
-    assert gradients.committed(None, 2) == 6
+    assert gradients.committed([], 2) == 6
     assert gradients.samples == 3
-    assert gradients.committed(None, 3) == 3
+    assert gradients.committed([], 3) == 3
     assert gradients.samples == 0
 
 
@@ -118,18 +121,45 @@ def test_discarding_forgets_what_no_round_has(gradients: Gradients) -> None:
     add(gradients, float("nan"), 2)
     assert gradients.discard() == 2
     assert gradients.samples == 6
-    gradients.committed(mine, 1)
+    gradients.committed([mine], 1)
     assert gradients.samples == 0
 
 
-def test_an_average_is_put_where_the_optimizer_looks(gradients: Gradients) -> None:
-    gradients.parameters[0].grad = torch.ones(2, 3)
-    average = torch.arange(10.0)
-    gradients.use(average)
-    first, last = gradients.parameters
-    assert first.grad is not None
-    assert last.grad is not None
-    assert first.grad.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert (last.grad.dtype, last.grad.tolist()) == (torch.bfloat16, [6.0, 7.0, 8.0, 9.0])
-    first.grad.zero_()
-    assert average.tolist() == list(range(10))
+def test_a_batch_that_is_too_old_when_it_is_finished_is_dropped(gradients: Gradients) -> None:
+    gradients.committed([], 3)
+    for parameter in gradients.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert gradients.add(5, 1) == 5
+    assert gradients.add(4, 2) == 0
+    assert gradients.samples == 4
+
+
+def test_what_came_back_does_not_count_again_when_its_round_turns_out_to_be_committed(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6)
+    mine, _ = given(gradients)
+    gradients.returned()
+    add(gradients, 3.0, 2)
+    assert gradients.committed([mine], 1) == 0
+    contribution, values = given(gradients)
+    assert contribution.samples == 2
+    assert values.tolist() == [3.0] * 10
+
+
+def test_what_was_given_again_with_more_is_lost_but_for_what_is_committed(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6)
+    mine, _ = given(gradients)
+    gradients.returned()
+    add(gradients, 3.0, 2)
+    again, _ = given(gradients)
+    assert again.samples == 8
+    gradients.returned()
+    assert gradients.committed([mine], 1) == 2
+    assert gradients.samples == 0
+
+
+def test_who_goes_where_its_contributions_cannot_be_followed_keeps_nothing(gradients: Gradients) -> None:
+    add(gradients, 1.0, 6)
+    given(gradients)
+    add(gradients, 1.0, 3)
+    assert gradients.moved(7) == 9
+    assert gradients.samples == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -55,8 +53,5 @@ class Trouble(RuleBasedStateMachine):
             self.world.check_ledger(peer)
 
 
-# the same examples in every run: a rare one that fails is for the search below, not for whoever lands something else
-Trouble.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=15, deadline=None, derandomize="SEEDS" not in os.environ
-)
+Trouble.TestCase.settings = settings(max_examples=25, stateful_step_count=15)
 TestTrouble = Trouble.TestCase

@@ -36,6 +36,10 @@ from lightning_hivemind.engine.native.protocol.actions import (
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.state.donor import Donor
+from lightning_hivemind.engine.native.state.download import Downloads
+from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
+from lightning_hivemind.engine.native.state.questions import read as read_question
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, decode, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -58,6 +62,13 @@ class Given:
 class Training(Protocol):
     """The side that computes gradients and applies averages; called from the driver's thread, must return quickly."""
 
+    @property
+    def samples(self) -> int:
+        """That this peer has for the next commit."""
+
+    def ready_at(self, now: float) -> float:
+        """When to join a round that calls: ``now``, or a little later, when a batch will be finished."""
+
     def give(self) -> Given:
         """Fix what this peer contributes now."""
 
@@ -67,11 +78,27 @@ class Training(Protocol):
     def committed(self, commit: Commit, average: Tensor | None) -> None:
         """A step is decided. ``average`` is float32 CPU (elements,), or None if it must be fetched first."""
 
-    def behind(self, head: Head, source: PeerId, commits: tuple[Commit, ...]) -> None:
-        """Others are ahead: see :class:`.actions.CatchUp`."""
+    def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
+        """This peer follows the others to ``head``, by ``commits`` if they are known; its state is still to come."""
 
-    def noted(self, note: Note) -> None:
-        """Something that a user may want to know."""
+    def adopted(self, head: Head) -> None:
+        """This peer stands at ``head``, with the state that it has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """What the training side may want to know, as of a moment ago.
+
+    Attributes:
+        head: where the protocol is; None before the first adoption.
+        due: whether the swarm has the samples for a round.
+        living: the other peers that can be reached, as far as is known.
+    """
+
+    head: Head | None = None
+    due: bool = False
+    swarm_samples: int = 0
+    living: tuple[PeerId, ...] = ()
 
 
 class Driver:
@@ -82,12 +109,18 @@ class Driver:
         self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._exchanges: dict[bytes, Exchange] = {}
         self._given: bytes | None = None
+        #: a round that has called, and until when this peer may finish its batch first
+        self._called: tuple[bytes, float] | None = None
         self._links: Links | None = None
+        self._donor: Donor | None = None
+        self._downloads: Downloads | None = None
+        self.status = Status()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lightning-hivemind-rounds", daemon=True)
 
-    def start(self, links: Links) -> None:
-        self._links = links
+    def start(self, links: Links, donor: Donor | None = None, downloads: Downloads | None = None) -> None:
+        """Begin; without ``donor`` and ``downloads`` nothing is said about states."""
+        self._links, self._donor, self._downloads = links, donor, downloads
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -100,11 +133,23 @@ class Driver:
 
     # ------------------------------------------------------------------ what the training side says
 
-    def contributed(self, samples: int) -> None:
-        self._events.put(lambda now: self._peer.contributed(samples, now))
+    def contributed(self) -> threading.Event:
+        """The training side has other samples than before, or is between two batches. The event: it was seen to."""
+        return self._tell(lambda now: self._peer.contributed(self._training.samples, now))
 
-    def adopt(self, head: Head, commits: tuple[Commit, ...] = ()) -> None:
-        self._events.put(lambda now: self._peer.adopt(head, commits, now))
+    def adopt(self, head: Head) -> threading.Event:
+        """This peer's state is that of ``head``."""
+
+        def adopted(now: float) -> None:
+            self._training.adopted(head)
+            self._peer.adopt(head, (), now)
+            self._peer.contributed(self._training.samples, now)
+
+        return self._tell(adopted)
+
+    def follow(self, head: Head) -> threading.Event:
+        """Take part in the rounds of those at ``head``, whose state this peer does not have yet."""
+        return self._tell(lambda now: self._follow(head, (), now))
 
     def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float) -> None:
         self._events.put(lambda now: self._peer.saw(peer, head, samples, reduces, stamp, now))
@@ -124,12 +169,20 @@ class Driver:
                 if header.kind is Kind.INPUT:
                     return exchange.room_for_input(header.chunk, peer, header.length)
                 return exchange.room_for_result(header.chunk, header.version, peer, header.length)
+            case Kind.REQUEST:
+                if header.length > MAX_QUESTION_BYTES:
+                    raise WireError(f"a question of {header.length} bytes; at most {MAX_QUESTION_BYTES} are taken")
+                return memoryview(bytearray(header.length))
+            case Kind.STATE if self._downloads is not None:
+                return self._downloads.room(peer, header)
             case _:
                 return None
 
     def moved(self, peer: PeerId, header: Header) -> None:
         if header.kind in (Kind.INPUT, Kind.RESULT):
             self._peer.heard(header.round, peer, time.monotonic())
+        elif header.kind is Kind.STATE and self._downloads is not None:
+            self._downloads.moved(peer, header)
 
     def arrived(self, peer: PeerId, header: Header, payload: memoryview | None) -> None:
         if payload is None:
@@ -141,9 +194,16 @@ class Driver:
             self._events.put(lambda now: self._take_input(peer, header, payload, now))
         elif header.kind is Kind.RESULT:
             self._events.put(lambda now: self._take_result(peer, header, payload, now))
+        elif header.kind is Kind.REQUEST and self._donor is not None:
+            self._donor.asked(peer, header.round, read_question(payload))
+        elif header.kind is Kind.STATE and self._downloads is not None:
+            self._downloads.arrived(peer, header, payload)
 
     def lost(self, peer: PeerId, reason: str) -> None:
         self._events.put(lambda now: self._peer.lost(peer, now))
+        for part in (self._donor, self._downloads):
+            if part is not None:
+                part.lost(peer)
 
     def _take_input(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
         exchange = self._exchanges.get(header.round)
@@ -162,16 +222,46 @@ class Driver:
 
     def _run(self) -> None:
         while not self._stopping:
-            wait_s = max(0.0, self._peer.deadline - time.monotonic())
+            until = self._peer.deadline if self._called is None else min(self._peer.deadline, self._called[1])
             try:
-                event = self._events.get(timeout=min(wait_s, 1.0))
+                event = self._events.get(timeout=min(max(0.0, until - time.monotonic()), 1.0))
             except queue.Empty:
                 event = self._peer.tick
             try:
-                event(time.monotonic())
-                self._carry_out()
+                self._see_to(event)
             except Exception:
                 log.exception("an event of the rounds' thread failed")
+
+    def _see_to(self, event: Callable[[float], None]) -> None:
+        event(time.monotonic())
+        self._carry_out()
+        self._answer_call(time.monotonic())
+        peer = self._peer
+        self.status = Status(head=peer.head, due=peer.due, swarm_samples=peer.swarm_samples, living=peer.living)
+
+    def _tell(self, event: Callable[[float], None]) -> threading.Event:
+        done = threading.Event()
+
+        def told(_: float) -> None:
+            try:
+                self._see_to(event)
+            finally:
+                done.set()
+
+        self._events.put(told)
+        return done
+
+    def _answer_call(self, now: float) -> None:
+        """Join the round that has called, once this peer's batch is finished or not worth waiting for."""
+        if self._called is not None and (now >= self._called[1] or self._training.ready_at(now) <= now):
+            (round_id, _), self._called = self._called, None
+            self._join(round_id)
+            self._carry_out()
+
+    def _follow(self, head: Head, commits: tuple[Commit, ...], now: float) -> None:
+        self._training.behind(head, commits)
+        self._peer.adopt(head, commits, now)
+        self._peer.contributed(self._training.samples, now)
 
     def _carry_out(self) -> None:
         while actions := self._peer.take():
@@ -185,7 +275,8 @@ class Driver:
                 data = encode(message)
                 self._links.send(to, Header(kind=Kind.MESSAGE, length=len(data)), (data,))
             case Called(round=round_id):
-                self._join(round_id)
+                now = time.monotonic()
+                self._called = (round_id, self._training.ready_at(now))
             case Begun(plan=plan):
                 if (exchange := self._exchanges.get(plan.round)) is not None:
                     exchange.begin(plan)
@@ -197,17 +288,20 @@ class Driver:
                 self._send_result(action)
             case Apply(commit=commit, complete=complete):
                 exchange = self._exchanges.pop(commit.round, None)
-                self._given = None
+                self._given = self._called = None
                 self._training.committed(commit, exchange.result if complete and exchange is not None else None)
+                self._peer.contributed(self._training.samples, time.monotonic())
             case GiveUp(round=round_id, reason=reason):
                 self._exchanges.pop(round_id, None)
+                if self._called is not None and self._called[0] == round_id:
+                    self._called = None
                 if self._given == round_id:
                     self._given = None
                     self._training.returned(reason)
-            case CatchUp(head=head, source=source, commits=commits):
-                self._training.behind(head, source, commits)
-            case Note():
-                self._training.noted(action)
+            case CatchUp(head=head, commits=commits):
+                self._follow(head, commits, time.monotonic())
+            case Note(what=what):
+                log.debug("round: %s", what)
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()

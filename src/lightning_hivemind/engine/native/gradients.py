@@ -1,4 +1,4 @@
-"""This peer's gradients between two steps: gathered per batch, given to rounds, put back where an average is applied.
+"""This peer's gradients between two steps: gathered per batch, and given to rounds.
 
 The training thread adds, the rounds' thread gives: one lock. All means are over samples.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
+from lightning_hivemind.engine.native.statistics import Statistics
 
 
 @dataclass(slots=True)
 class _Sum:
-    """``values`` float32 (elements,) on the model's device: the sum of batches' gradients, each times samples / first.
+    """``values`` float32 (trained,) on the model's device: the sum of batches' gradients, each times samples / first.
 
     In units of the first batch, so that one batch, and equal batches whose number is a power of two, come out of the
     mean bit for bit as a plain Trainer has them.
@@ -32,11 +33,15 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """``values`` float32 CPU (elements,): the mean gradient of ``samples``, the oldest of ``epoch``."""
+    """``values`` float32 CPU (elements,): the mean gradient of ``samples``, the oldest of ``epoch``.
+
+    ``numbers``: the contributions that it was, or was a part of, already.
+    """
 
     values: Tensor
     samples: int
     epoch: int
+    numbers: frozenset[int] = frozenset()
 
 
 class Gradients:
@@ -45,20 +50,23 @@ class Gradients:
     Args:
         me: the peer's id.
         parameters: of the optimizer; those that require no gradient are left out. All on one device.
+        statistics: what is averaged besides, behind the gradients.
         max_staleness: what was computed with parameters of more epochs ago is dropped.
     """
 
-    def __init__(self, me: PeerId, parameters: Sequence[Tensor], *, max_staleness: int) -> None:
-        self._me, self._max_staleness = me, max_staleness
+    def __init__(self, me: PeerId, parameters: Sequence[Tensor], statistics: Statistics, *, max_staleness: int) -> None:
+        self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.elements = sum(p.numel() for p in self.parameters)
+        trained = sum(p.numel() for p in self.parameters)
+        self.elements = trained + statistics.elements
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._lock = threading.Lock()
-        self._sum = _Sum(torch.zeros(self.elements, device=device))
+        self._sum = _Sum(torch.zeros(trained, device=device))
         #: what a round has now, and what came back from one
         self._given: tuple[Contribution, _Mean] | None = None
         self._back: _Mean | None = None
         self._number = time.time_ns() // 1000  # grows over restarts, too
+        self._head_epoch = 0
 
     # ------------------------------------------------------------------ the training thread
 
@@ -77,9 +85,11 @@ class Gradients:
     def add(self, samples: int, epoch: int) -> int:
         """Take in ``param.grad``, the mean of a batch of ``samples``, computed with the parameters of ``epoch``.
 
-        Returns how many samples are here now. ``param.grad`` stays as it is; none counts as zeros.
+        Returns how many samples are too old to count, and dropped. ``param.grad`` stays as it is; none counts as zeros.
         """
         with self._lock:
+            if self._head_epoch - epoch > self._max_staleness:
+                return samples
             total = self._sum
             if not total.samples:
                 total.first, total.epoch = samples, epoch
@@ -89,16 +99,7 @@ class Gradients:
                 elif parameter.grad is not None:
                     part.add_(parameter.grad, alpha=samples / total.first)
             total.samples += samples
-            return self._samples
-
-    @torch.no_grad()
-    def use(self, average: Tensor) -> None:
-        """Put an average into ``param.grad``, for the optimizer; ``average`` float32 CPU (elements,) is left alone."""
-        for part, parameter in zip(self._views(average), self.parameters, strict=True):
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
-            else:
-                parameter.grad.copy_(part)
+            return 0
 
     def discard(self) -> int:
         """Forget what no round has; returns the samples that are lost."""
@@ -124,6 +125,7 @@ class Gradients:
                 return None
             self._back, self._sum.samples = None, 0
             self._number += 1
+            mean = replace(mean, numbers=mean.numbers | {self._number})
             contribution = Contribution(peer=self._me, number=self._number, samples=mean.samples)
             self._given = (contribution, mean)
             return contribution, mean.values
@@ -134,23 +136,35 @@ class Gradients:
             if self._given is not None:
                 self._back, self._given = self._given[1], None
 
-    def committed(self, mine: Contribution | None, epoch: int) -> int:
-        """A commit has led to ``epoch``, with this peer's contribution ``mine``.
+    def committed(self, listed: Collection[Contribution], epoch: int) -> int:
+        """Commits have led to ``epoch``; ``listed`` are the contributions of this peer that are in them.
 
         Returns the samples that are too old now, and dropped.
         """
+        counted = {one.number: one.samples for one in listed}
         with self._lock:
+            self._head_epoch = epoch
             if self._given is not None:
-                contribution, mean = self._given
-                self._given = None
-                if mine is None or mine.number != contribution.number:
-                    self._back = mean
+                self._back, self._given = self._given[1], None
             dropped = 0
+            if self._back is not None and self._back.numbers & counted.keys():
+                dropped = self._back.samples - sum(counted.get(number, 0) for number in self._back.numbers)
+                self._back = None
             if self._back is not None and epoch - self._back.epoch > self._max_staleness:
-                dropped, self._back = self._back.samples, None
+                dropped, self._back = dropped + self._back.samples, None
             if self._sum.samples and epoch - self._sum.epoch > self._max_staleness:
                 dropped, self._sum.samples = dropped + self._sum.samples, 0
             return dropped
+
+    def moved(self, epoch: int) -> int:
+        """This peer goes to ``epoch`` by a way on which its contributions cannot be followed: nothing is kept.
+
+        Returns the samples that are lost.
+        """
+        with self._lock:
+            self._head_epoch = epoch
+            lost, self._given, self._back, self._sum.samples = self._samples, None, None, 0
+            return lost
 
     # ------------------------------------------------------------------ private
 
@@ -158,9 +172,12 @@ class Gradients:
         total = self._sum
         if not total.samples:
             return None
-        values = total.values.to("cpu", copy=True)
+        values = torch.empty(self.elements)
+        trained, rest = torch.split(values, [total.values.numel(), self._statistics.elements])
+        trained.copy_(total.values)
         if total.samples != total.first:
-            values.mul_(total.first / total.samples)
+            trained.mul_(total.first / total.samples)
+        rest.copy_(self._statistics.changes())
         return _Mean(values, total.samples, total.epoch)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -172,4 +189,4 @@ def _merged(one: _Mean, other: _Mean) -> _Mean:
     samples = one.samples + other.samples
     values = one.values * (one.samples / samples)  # not in place: a connection may still be sending it
     values.add_(other.values, alpha=other.samples / samples)
-    return _Mean(values, samples, min(one.epoch, other.epoch))
+    return _Mean(values, samples, min(one.epoch, other.epoch), one.numbers | other.numbers)

@@ -126,7 +126,7 @@ class StockEngine:
     def _num_trainers(self) -> int:
         """Other live peers that train, as far as is known."""
         records = self._records
-        ours = records.peers - set(records.auxiliaries) if records is not None else set()
+        ours = records.trainers if records is not None else set()
         return len(ours) + len(self._require_parts().tracker.others_since(0))
 
     def flush(self) -> None:

@@ -71,6 +71,16 @@ class Peer:
         return self._roster.swarm_samples(self.head) if self.head is not None else self.samples
 
     @property
+    def due(self) -> bool:
+        """Whether the swarm has the samples for a round, as far as is known."""
+        return self.swarm_samples >= self._settings.target_samples
+
+    @property
+    def living(self) -> tuple[PeerId, ...]:
+        """The other peers that can be reached, as far as is known."""
+        return tuple(self._roster.living())
+
+    @property
     def deadline(self) -> float:
         """When :meth:`tick` must be called at the latest."""
         return min(self._report_at, self._last + self._settings.detect_s / 4, self._rounds.deadline)

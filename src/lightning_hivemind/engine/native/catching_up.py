@@ -1,0 +1,107 @@
+"""Getting from whatever state this peer has to the swarm's: a donor's state. Later steps follow it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.native.parts import Parts
+from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.snapshot import install, read_description
+from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.engine.swarm_records import SwarmRecords
+from lightning_hivemind.errors import StateError
+from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable
+
+MOST_DONORS = 4
+PAUSE_S = 0.5
+
+
+class CatchingUp:
+    """See the module. Runs in the training thread, which has nothing better to do without the swarm's parameters."""
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        parts: Parts,
+        records: SwarmRecords,
+        training: PeerTraining,
+        stepper: Stepper,
+        events: EventBus,
+    ) -> None:
+        self._a, self._parts, self._records, self._training = arguments, parts, records, training
+        self._stepper, self._events = stepper, events
+
+    def run(self, head: Head) -> Head:
+        """Fetch and install a state; returns where this peer stands then: where it stood (``head``) if nobody has one.
+
+        Raises:
+            StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
+        """
+        parts, began = self._parts, time.monotonic()
+        problem = "no peer shares its state"
+        while not self._training.should_abort():
+            left_s = began + self._a.load_state_timeout - time.monotonic()
+            donors = self._donors()
+            if not donors or left_s <= 0:
+                break
+            error: StateError | None = None
+            try:
+                found = self._fetch(donors, left_s)
+            except StateError as failure:
+                found, error = None, failure
+            if found is not None:
+                parts.handover.settle(found)
+                self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))
+                return found
+            problem = str(error) if error is not None else problem
+            self._events.emit(StateUnavailable(epoch=head.epoch, reason=problem, action="trying again"))
+            time.sleep(PAUSE_S)
+        if self._training.should_abort():
+            return head
+        if self._donors():
+            raise StateError(
+                f"this peer could not download the swarm's state in {self._a.load_state_timeout:.0f} s"
+                f" (load_state_timeout): {problem} Nothing was changed here."
+            )
+        self._events.emit(
+            StateUnavailable(epoch=head.epoch, reason="nobody is there", action="going on from this peer's own state")
+        )
+        parts.driver.adopt(head).wait()
+        return head
+
+    def _donors(self) -> list[str]:
+        """Other peers that train and can be asked, those that can be reached first."""
+        living, trainers = self._parts.driver.status.living, self._records.trainers
+        auxiliary = set(self._records.auxiliaries)
+        return [peer for peer in living if peer not in auxiliary][:MOST_DONORS] or sorted(trainers)[:MOST_DONORS]
+
+    def _fetch(self, donors: list[str], timeout_s: float) -> Head | None:
+        optimizer, tensors = self._stepper.optimizer, self._stepper.tensors
+        found = self._parts.downloads.fetch(
+            donors,
+            lambda data: read_description(data, optimizer, tensors),
+            timeout_s,
+            self._training.should_abort,
+        )
+        if found is None:
+            return None
+        description, memory = found
+        rates = [group["lr"] for group in optimizer.param_groups]
+        with self._stepper.lock:
+            install(description, memory, optimizer, tensors)
+            theirs = [group["lr"] for group in optimizer.param_groups]
+            _set_rates(optimizer, rates)  # a chainable scheduler goes on from its own rate
+            self._training.advance_schedulers(description.head.epoch)
+            _set_rates(optimizer, theirs)
+            self._stepper.publish()
+            self._stepper.statistics.rebase()
+        return description.head
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

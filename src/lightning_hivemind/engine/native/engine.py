@@ -1,0 +1,347 @@
+"""One peer of a swarm that averages by rounds of our own: what the training thread does.
+
+    step(): add the batch ──> told to the rounds' thread ──> a round is due? wait ──> apply every step that is decided
+
+Everything else (who is called, who reduces what, how it ends) happens in the rounds' thread: see ``protocol``,
+``driver`` and ``handover``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.base import PeerTraining, StepOutcome
+from lightning_hivemind.engine.native.catching_up import CatchingUp
+from lightning_hivemind.engine.native.codecs.mapping import map_codec
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.handover import Step
+from lightning_hivemind.engine.native.parts import Parts, build
+from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.snapshot import Snapshot, take
+from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.engine.native.whereabouts import Whereabouts
+from lightning_hivemind.engine.swarm_records import SwarmRecords
+from lightning_hivemind.errors import DaemonError, EngineStuckError
+from lightning_hivemind.events import (
+    BatchAccumulated,
+    EpochCommitted,
+    EventBus,
+    PeersChanged,
+    PeerStopped,
+    RoundIncomplete,
+    RoundMissed,
+    RoundStarted,
+    StopRequested,
+    SwarmReady,
+    Waiting,
+)
+from lightning_hivemind.network.daemon import PeerNetwork
+
+#: gradients that were computed with parameters of more steps ago are dropped
+MAX_STALENESS = 1
+POLL_S = 0.2
+REPORT_S = 5.0
+ANSWER_S = 30.0  # of the rounds' thread; it is never busy for a second
+RECORDS_S = 1.0
+IDLE_S = 1.0  # how long an auxiliary peer waits for something to happen before it lets the loop go round
+
+
+class NativeEngine:
+    """See the module and :class:`~lightning_hivemind.engine.base.Engine`."""
+
+    def __init__(self, arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> None:
+        self._a, self._network, self._training, self._events = arguments, network, training, events
+        self._stepper = Stepper(training)
+        self.optimizer = self._stepper.optimizer
+        self._codec = map_codec(arguments.grad_compression, "grad_compression")
+        self._gradients = Gradients(
+            network.peer_id,
+            self._stepper.model_parameters,
+            self._stepper.statistics,
+            max_staleness=MAX_STALENESS,
+        )
+        self._head = Head.root(arguments.run_id, network.peer_id)
+        self._records: SwarmRecords | None = None
+        self._parts: Parts | None = None
+        self._whereabouts: Whereabouts | None = None
+        self._catching_up: CatchingUp | None = None
+        self._num_peers = 1
+        self._announced = -1
+        self._stop_epoch: int | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        schema = [*self._training.schema, f"engine native, gradients {self._codec.name}"]
+        self._records = SwarmRecords(self._a, self._network, schema)
+        self._records.check_schema()
+        self._training.make_scheduler(self.optimizer)
+        self._parts = parts = build(self._a, self._network, self._gradients, self._codec, self._copy_state)
+        reduces = not self._a.client_mode
+        self._whereabouts = Whereabouts(self._records, parts.driver, lambda: self.local_samples, reduces=reduces)
+        self._catching_up = CatchingUp(self._a, parts, self._records, self._training, self._stepper, self._events)
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+        self._stepper.load(optimizer_state)
+        # Of equal checkpoints one peer's is taken by all: the founder's, whoever that is.
+        lineage = hashlib.sha256(f"checkpoint {self._a.run_id} {epoch} {self._network.peer_id}".encode()).digest()[:16]
+        self._head = Head(epoch=epoch, lineage=lineage, samples=epoch * self._a.target_batch_size)
+
+    def synchronise(self) -> StepOutcome:
+        parts, whereabouts = self._running(), self._whereabouts
+        assert whereabouts is not None
+        assert self._catching_up is not None
+        self._require_records().refresh()
+        heads = whereabouts.look()
+        best = max(heads, key=lambda one: (one.samples, one.epoch), default=None)
+        if best is not None and (best.outweighs(self._head) or (self._a.initial_peers and self._head.epoch == 0)):
+            parts.driver.follow(best).wait(ANSWER_S)
+            whereabouts.start()
+            if not self._a.auxiliary:
+                self._head = self._catching_up.run(self._head)
+            else:
+                self._head = best
+        else:
+            parts.driver.adopt(self._head).wait(ANSWER_S)
+            whereabouts.start()
+        self._between_batches(wait=False)
+        self._count_peers()
+        self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self._num_peers))
+        parts.handover.begin_batch()
+        return StepOutcome(epoch=self.epoch, committed=False)
+
+    def flush(self) -> None:
+        pass
+
+    def shutdown(self, timeout_s: float) -> None:
+        start = time.monotonic()
+        if self._records is None:
+            return
+        records, self._records = self._records, None
+        if self._whereabouts is not None and self._whereabouts.started:
+            self._whereabouts.stop()
+        if self._parts is not None:
+            self._parts.stop(start + max(0.5, timeout_s - RECORDS_S))
+        records.close(RECORDS_S)
+        self._parts = self._whereabouts = self._catching_up = None
+        self._events.emit(PeerStopped(epoch=self.epoch, duration_s=time.monotonic() - start))
+
+    # ------------------------------------------------------------------ step
+
+    def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
+        handover = self._running().handover
+        handover.end_batch()
+        self._check_processes()
+        self._count_peers()
+        lost = 0
+        if batch_samples:
+            lost = batch_samples if handover.owes else self._gradients.add(batch_samples, self.epoch)
+            self._report_batch(batch_samples - lost)
+        committed = self._between_batches(wait=True, lost=lost)
+        handover.begin_batch()
+        return StepOutcome(epoch=self.epoch, committed=committed)
+
+    def discard(self) -> int:
+        lost = self._gradients.discard()
+        self._tell()
+        return lost
+
+    def batch_weight(self, batch_samples: int) -> float:
+        return 1.0
+
+    def _between_batches(self, *, wait: bool, lost: int = 0) -> bool:
+        """Do everything that is due; with ``wait``, until no round of this peer is. True if a step was made."""
+        parts, committed, began = self._running(), False, time.monotonic()
+        handover, reported = parts.handover, began
+        self._tell()
+        hold_until = handover.hold_until() if wait else began
+        while not self._training.should_abort():
+            while (step := handover.next_step(self._head)) is not None:
+                self._apply(step)
+                committed = True
+            lost += handover.take_lost()
+            if lost:
+                self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=lost))
+                lost = 0
+            if handover.owes:
+                self._owe()
+                continue
+            self._tell_failure()
+            with handover.changed:
+                if not wait or self._stopped or handover.ready(self._head):
+                    if handover.ready(self._head) and not self._stopped:
+                        continue
+                    break
+                if committed:
+                    break  # the next batch is of the new parameters
+                now, status = time.monotonic(), parts.driver.status
+                waits_s = self._limit_s if handover.under_way or status.due else hold_until - began
+                if self._a.auxiliary:
+                    waits_s = max(waits_s, IDLE_S)
+                if now - began >= waits_s:
+                    break
+                handover.changed.wait(min(POLL_S, waits_s - (now - began)))
+            if handover.under_way:
+                self._announce_round()
+            if now - reported >= REPORT_S:
+                reported = now
+                what = f"the round of epoch {self.epoch}"
+                self._events.emit(Waiting(what=what, elapsed_s=now - began, limit_s=self._limit_s))
+        return committed
+
+    def _apply(self, step: Step) -> None:
+        """Make one global step."""
+        commit, head = step.commit, step.commit.head
+        self._announce_round()
+        with self._stepper.lock:
+            if not self._a.auxiliary:
+                assert step.average is not None
+                self._stepper.step(step.average, head.epoch)
+            self._head = head
+        self._events.emit(
+            EpochCommitted(
+                epoch=head.epoch,
+                samples=step.mine,
+                contributors=len(commit.contributions),
+                fraction=1.0,
+                duration_s=time.monotonic() - step.began,
+            )
+        )
+        if commit.stop:
+            self._agree_to_stop(head.epoch)
+
+    def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
+        """For a peer that joins; called from the donor's thread."""
+        with self._stepper.lock:
+            parts = self._parts
+            if parts is None or parts.handover.owes or self._a.auxiliary or parts.driver.status.head is None:
+                return None
+            if known is not None and known.head == self._head:
+                return known
+            return take(self.optimizer, self._stepper.tensors, self._head)
+
+    def _owe(self) -> None:
+        """The parameters here are not the swarm's: fetch its state, and go on from there."""
+        if self._a.auxiliary:  # it has none, and needs none
+            status = self._running().driver.status
+            self._head = status.head or self._head
+            self._running().handover.settle(self._head)
+            return
+        assert self._catching_up is not None
+        self._head = self._catching_up.run(self._head)
+
+    def _announce_round(self) -> None:
+        if self._announced != self.epoch:
+            self._announced = self.epoch
+            self._events.emit(RoundStarted(epoch=self.epoch, samples=self.local_samples))
+
+    def _tell_failure(self) -> None:
+        failure = self._running().handover.take_failure()
+        if failure is not None:
+            self._events.emit(
+                RoundIncomplete(
+                    epoch=self.epoch,
+                    kind="gradients",
+                    reason=failure,
+                    fraction=0.0,
+                    contributors=1,
+                    expected=self._num_peers,
+                    action="nothing was changed; the next attempt has the same gradients",
+                )
+            )
+
+    def _tell(self) -> None:
+        if not self._running().driver.contributed().wait(ANSWER_S):
+            raise EngineStuckError(
+                f"the thread that averages did not answer in {ANSWER_S:.0f} s. Parameters are those of the last"
+                " committed epoch. Restart this peer: it will take the swarm's state."
+            )
+
+    def _report_batch(self, batch_samples: int) -> None:
+        self._events.emit(
+            BatchAccumulated(
+                epoch=self.epoch,
+                batch_samples=batch_samples,
+                local_samples=self.local_samples,
+                swarm_samples=self.swarm_samples,
+                target_batch_size=self._a.target_batch_size,
+                num_peers=self._num_peers,
+            )
+        )
+
+    # ------------------------------------------------------------------ the swarm
+
+    def request_stop(self, reason: str) -> None:
+        if self._stop_epoch is None and self._num_peers == 1:
+            self._agree_to_stop(self.epoch, by_this_peer=True)
+        else:
+            self._running().handover.stop_wanted = True
+
+    def _agree_to_stop(self, epoch: int, *, by_this_peer: bool | None = None) -> None:
+        if self._stop_epoch is None:
+            mine = self._running().handover.stop_wanted if by_this_peer is None else by_this_peer
+            self._stop_epoch = epoch
+            self._events.emit(StopRequested(epoch=epoch, by_this_peer=mine))
+
+    def swarm_mean(self, name: str, value: float, samples: int) -> float:
+        return value if self._records is None else self._records.mean(name, value, samples)
+
+    def _count_peers(self) -> None:
+        count = self.num_peers
+        if count != self._num_peers:
+            self._num_peers = count
+            self._events.emit(PeersChanged(num_peers=count))
+
+    # ------------------------------------------------------------------ what one may ask
+
+    @property
+    def epoch(self) -> int:
+        return self._head.epoch
+
+    @property
+    def num_peers(self) -> int:
+        return 1 if self._parts is None else 1 + len(self._parts.driver.status.living)
+
+    @property
+    def local_samples(self) -> int:
+        return self._gradients.samples
+
+    @property
+    def swarm_samples(self) -> int:
+        if self._parts is None:
+            return self.local_samples
+        return max(self.local_samples, self._parts.driver.status.swarm_samples)
+
+    @property
+    def stop_epoch(self) -> int | None:
+        return self._stop_epoch
+
+    @property
+    def _stopped(self) -> bool:
+        return self._stop_epoch is not None and self.epoch >= self._stop_epoch
+
+    @property
+    def _limit_s(self) -> float:
+        """How long the training thread waits for a round before it goes on accumulating."""
+        return float(self._a.averaging_timeout + self._a.matchmaking_time)
+
+    def _check_processes(self) -> None:
+        if not self._network.is_alive() and not self._training.should_abort():
+            raise DaemonError(
+                "This peer's DHT process, libp2p daemon or directory of sockets is gone (was it killed, or out of"
+                " memory?). Parameters are those of the last committed epoch. Restart this peer: it will take the"
+                " swarm's state."
+            )
+
+    def _running(self) -> Parts:
+        if self._parts is None:
+            raise RuntimeError("the engine is not running: start() was not called, or shutdown() was")
+        return self._parts
+
+    def _require_records(self) -> SwarmRecords:
+        assert self._records is not None
+        return self._records

@@ -1,0 +1,160 @@
+"""What passes between the thread of the rounds and the training thread, and who waits for whom.
+
+The rounds' thread never waits: it takes what is there. The training thread waits only between two batches, and only
+while a round that it belongs to is due or under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_hivemind.engine.native.driver import Given
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.pace import Pace
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
+from lightning_hivemind.engine.native.protocol.plan import Offer
+
+#: memory for averages that wait for the training thread; a peer that is further behind takes a whole state
+WAITING_BYTES = 1 << 30
+MOST_WAITING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A global step to be applied. ``mine``: of this peer's samples, how many are in it."""
+
+    commit: Commit
+    average: Tensor | None
+    mine: int
+    began: float
+
+
+class Handover:
+    """Implements :class:`.driver.Training`; see the module. All times are of ``time.monotonic``.
+
+    Attributes:
+        owes: the parameters here are not those of a head from which the steps that are here lead on: a state must be
+            fetched. Meanwhile this peer takes part in rounds without giving anything, and keeps what they bring.
+    """
+
+    def __init__(self, me: PeerId, gradients: Gradients, pace: Pace, *, reduces: bool, gives: bool) -> None:
+        self._me, self._gradients, self._pace, self._reduces, self._gives = me, gradients, pace, reduces, gives
+        self._most_waiting = max(2, min(MOST_WAITING, WAITING_BYTES // max(1, 4 * gradients.elements)))
+        self.changed = threading.Condition()
+        self._steps: deque[Step] = deque()
+        self._head: Head | None = None
+        self._lost = 0
+        self._failure: str | None = None
+        self._began = 0.0
+        self.owes = self.under_way = self.stop_wanted = False
+
+    # ------------------------------------------------------------------ the rounds' thread
+
+    @property
+    def samples(self) -> int:
+        """Of this peer, for the next commit."""
+        return self._gradients.samples if self._gives and not self.owes else 0
+
+    def ready_at(self, now: float) -> float:
+        """When this peer should join a round that has called it: now, or soon, when its batch will be finished."""
+        with self.changed:
+            return now if self.owes else self._pace.join_at(now)
+
+    def give(self) -> Given:
+        with self.changed:
+            self.under_way, self._began = True, time.monotonic()
+        found = self._gradients.give() if self._gives and not self.owes else None
+        contribution, values = found if found is not None else (None, None)
+        return Given(
+            offer=Offer(contribution=contribution, reduces=self._reduces, stop=self.stop_wanted), values=values
+        )
+
+    def returned(self, reason: str) -> None:
+        self._gradients.returned()
+        with self.changed:
+            self.under_way, self._failure = False, reason
+            self.changed.notify_all()
+
+    def committed(self, commit: Commit, average: Tensor | None) -> None:
+        now = time.monotonic()
+        listed = [one for one in commit.contributions if one.peer == self._me]
+        lost = self._gradients.committed(listed, commit.head.epoch)
+        with self.changed:
+            began = self._began if self.under_way else now
+            self._pace.step(commit.samples - sum(one.samples for one in listed), now)
+            self._head, self.under_way, self._failure = commit.head, False, None
+            self._lost += lost
+            self._steps.append(Step(commit, average, sum(one.samples for one in listed), began))
+            if average is None:
+                self._steps.clear()
+                self.owes = True
+            elif len(self._steps) > self._most_waiting:
+                self._steps.popleft()
+                self.owes = True
+            self.changed.notify_all()
+
+    def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
+        listed: list[Contribution] = [one for c in commits for one in c.contributions if one.peer == self._me]
+        lost = self._gradients.committed(listed, head.epoch) if commits else self._gradients.moved(head.epoch)
+        with self.changed:
+            self._head, self._lost, self.under_way, self.owes = head, self._lost + lost, False, True
+            self._steps.clear()
+            self.changed.notify_all()
+
+    def adopted(self, head: Head) -> None:
+        with self.changed:
+            self._head, self.under_way, self.owes = head, False, False
+            self._steps.clear()
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ the training thread
+
+    def begin_batch(self) -> None:
+        with self.changed:
+            self._pace.begin_batch(time.monotonic())
+
+    def end_batch(self) -> None:
+        with self.changed:
+            self._pace.end_batch(time.monotonic())
+
+    def hold_until(self) -> float:
+        """How long not to begin another batch: see :meth:`.Pace.hold_until`."""
+        with self.changed:
+            return self._pace.hold_until(self.samples, time.monotonic())
+
+    def next_step(self, head: Head) -> Step | None:
+        """The step that leads on from ``head``, if it is here."""
+        with self.changed:
+            while self._steps and self._steps[0].commit.parent.epoch < head.epoch:
+                self._steps.popleft()  # a state that was fetched has them already
+            if self._steps and self._steps[0].commit.parent == head:
+                return self._steps.popleft()
+            return None
+
+    def ready(self, head: Head) -> bool:
+        """Whether there is something to do without waiting: a step that leads on from ``head``, or a debt."""
+        return self.owes or any(step.commit.parent == head for step in self._steps)
+
+    def settle(self, head: Head) -> bool:
+        """After a state was fetched and all steps that lead on are made: is ``head`` where the swarm is?"""
+        with self.changed:
+            if self._head == head:
+                self.owes = False
+            return not self.owes
+
+    def take_lost(self) -> int:
+        """Samples that were dropped since this was asked last."""
+        with self.changed:
+            lost, self._lost = self._lost, 0
+            return lost
+
+    def take_failure(self) -> str | None:
+        """Why the last round came to nothing, once."""
+        with self.changed:
+            failure, self._failure = self._failure, None
+            return failure

@@ -1,0 +1,77 @@
+"""When to wait for one another: how long a batch takes here, how long the swarm's steps take, how fast the others are.
+
+Peers of like speed keep in step, so that every gradient is of the parameters of its own step: who is about to see the
+target reached does not begin another batch, and who is called in the middle of one is waited for. A peer whose batch
+takes longer than the others' whole step is not: it gives what it has, and what it computes counts for the next.
+"""
+
+from __future__ import annotations
+
+#: weight of the newest value in the means
+SMOOTHING = 0.3
+#: a batch is waited for if it takes at most so many times as long as a step of the swarm
+COMPARABLE = 1.5
+#: a batch that takes longer than usual is waited for so many times as long, and at least so many seconds
+OVERTIME, LEAST_S = 3.0, 1.0
+
+
+class Pace:
+    """See the module. Times are of any one clock, in seconds.
+
+    Args:
+        target: samples of a step.
+        longest_s: that anybody is waited for.
+    """
+
+    def __init__(self, target: int, *, longest_s: float) -> None:
+        self._target, self._longest_s = target, longest_s
+        self._batch_began: float | None = None
+        self._batch_s: float | None = None
+        self._step_s: float | None = None
+        self._others: float | None = None
+        self._last_step: float | None = None
+
+    # ------------------------------------------------------------------ what happens
+
+    def begin_batch(self, now: float) -> None:
+        self._batch_began = now
+
+    def end_batch(self, now: float) -> None:
+        if self._batch_began is not None:
+            self._batch_s = _mean(self._batch_s, now - self._batch_began)
+        self._batch_began = None
+
+    def step(self, others_samples: int, now: float) -> None:
+        """A step was decided, with so many samples of other peers."""
+        if self._last_step is not None:
+            self._step_s = _mean(self._step_s, now - self._last_step)
+            self._others = _mean(self._others, others_samples)
+        self._last_step = now
+
+    # ------------------------------------------------------------------ what follows
+
+    def join_at(self, now: float) -> float:
+        """Until when a round that calls now should wait for the batch that is being computed here."""
+        began, batch_s = self._batch_began, self._batch_s
+        if began is None:
+            return now
+        if batch_s is not None and self._step_s is not None and batch_s > COMPARABLE * self._step_s:
+            return now
+        patience_s = max(LEAST_S, began + OVERTIME * (batch_s or 0.0) - now)
+        return now + min(patience_s, self._longest_s)
+
+    def hold_until(self, samples: int, now: float) -> float:
+        """Between two batches: how long not to begin another one, because the target will be reached before its end.
+
+        ``samples`` are this peer's. The others' are guessed from the steps before.
+        """
+        batch_s, step_s, others, last = self._batch_s, self._step_s, self._others, self._last_step
+        if batch_s is None or step_s is None or not others or last is None or not step_s or not samples:
+            return now
+        missing = self._target - samples - others / step_s * (now - last)
+        wait_s = max(0.0, missing) * step_s / others
+        return now + min(wait_s + batch_s, self._longest_s) if wait_s < batch_s / 2 else now
+
+
+def _mean(before: float | None, value: float) -> float:
+    return float(value) if before is None else before + SMOOTHING * (value - before)

@@ -1,0 +1,88 @@
+"""What a peer of the native engine is made of, brought up and taken down in the right order."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.native.codecs import ChunkCodec
+from lightning_hivemind.engine.native.driver import Driver
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.handover import Handover
+from lightning_hivemind.engine.native.introductions import Introductions
+from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.pace import Pace
+from lightning_hivemind.engine.native.protocol.peer import Peer
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.state.donor import Donor
+from lightning_hivemind.engine.native.state.download import Downloads
+from lightning_hivemind.engine.native.state.snapshot import Snapshot
+from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.engine.native.wire.tls import Certificate
+from lightning_hivemind.network.daemon import PeerNetwork
+
+DETECT_S = 2.0
+INTRODUCTION_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """See the module."""
+
+    handover: Handover
+    driver: Driver
+    donor: Donor
+    downloads: Downloads
+    introductions: Introductions
+
+    def stop(self, deadline: float) -> None:
+        """Leave at once: connections close, and the others notice."""
+        self.donor.stop()
+        self.introductions.close()
+        self.driver.stop(max(0.1, deadline - time.monotonic()))
+
+
+def build(
+    arguments: Arguments,
+    network: PeerNetwork,
+    gradients: Gradients,
+    codec: ChunkCodec,
+    copy_state: Callable[[Snapshot | None], Snapshot | None],
+) -> Parts:
+    """Everything runs, and answers; this peer stands nowhere yet. ``copy_state``: see :class:`.Donor`."""
+    layout = Layout(gradients.elements)
+    me, reduces = network.peer_id, not arguments.client_mode
+    settings = Settings(
+        run=arguments.run_id,
+        target_samples=arguments.target_batch_size,
+        chunks=layout.chunks,
+        matchmaking_s=arguments.matchmaking_time,
+        stall_s=arguments.next_chunk_timeout,
+        detect_s=DETECT_S,
+        round_s=arguments.averaging_timeout,
+    )
+    pace = Pace(arguments.target_batch_size, longest_s=arguments.matchmaking_time / 2)
+    handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
+    driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codec)
+    certificate = Certificate.create()
+    introductions: list[Introductions] = []
+    links = Links(
+        driver, certificate=certificate, introduce=lambda peer: introductions[0].introduce(peer), detect_s=DETECT_S
+    )
+    port = links.listen() if reduces else None
+    asks = Introductions(
+        network.dht, arguments.run_id, links, fingerprint=certificate.fingerprint, port=port, timeout_s=INTRODUCTION_S
+    )
+    introductions.append(asks)
+    donor, downloads = Donor(links.send, copy_state), Downloads(links.send, arguments.next_chunk_timeout)
+    driver.start(links, donor, downloads)
+    try:
+        asks.start()
+    except BaseException:
+        donor.stop()
+        driver.stop(1.0)
+        raise
+    return Parts(handover=handover, driver=driver, donor=donor, downloads=downloads, introductions=asks)

@@ -1,0 +1,100 @@
+"""The giving side: copies this peer's state when somebody asks, and hands the copy out by ranges.
+
+Questions come in the connections' threads. The copy is made in a thread of its own, also while a batch is computed
+(which changes no parameter): only a step has to wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lightning_hivemind.engine.native.codecs.base import memory_of
+from lightning_hivemind.engine.native.protocol.lineage import PeerId
+from lightning_hivemind.engine.native.state import questions
+from lightning_hivemind.engine.native.state.questions import Question, WantsDescription
+from lightning_hivemind.engine.native.state.snapshot import Snapshot
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.sink import Payload
+from lightning_hivemind.errors import StateError
+
+log = logging.getLogger("lightning_hivemind")
+
+#: a copy that nobody has asked for is dropped after so long
+KEPT_S = 60.0
+
+SendFrame = Callable[[PeerId, Header, Payload], None]
+
+
+class Donor:
+    """See the module.
+
+    Args:
+        copy: of the state as it is now, given the copy that is there (and may still be right); None if this peer's
+            state is not worth giving. Raises StateError.
+    """
+
+    def __init__(self, send: SendFrame, copy: Callable[[Snapshot | None], Snapshot | None]) -> None:
+        self._send, self._make_copy = send, copy
+        self._changed = threading.Condition()
+        self._waiting: dict[PeerId, bytes] = {}
+        self._copy: Snapshot | None = None
+        self._used_at = 0.0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="donor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Answer nobody any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+
+    # ------------------------------------------------------------------ the connections' threads
+
+    def asked(self, peer: PeerId, download: bytes, question: Question) -> None:
+        """A question has arrived."""
+        with self._changed:
+            if isinstance(question, WantsDescription):
+                self._waiting[peer] = download
+                self._changed.notify()
+                return
+            copy, self._used_at = self._copy, time.monotonic()
+        if copy is None or copy.digest != question.digest or question.number >= questions.ranges(copy.memory.numel()):
+            self._answer(peer, download, 0, b"")  # it is gone: the other peer has to begin anew
+            return
+        data = memory_of(copy.memory)[questions.span(question.number, copy.memory.numel())]
+        self._answer(peer, download, 1 + question.number, data)
+
+    def lost(self, peer: PeerId) -> None:
+        with self._changed:
+            self._waiting.pop(peer, None)
+
+    # ------------------------------------------------------------------ the donor's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._stopped, KEPT_S / 2)
+                if self._stopped:
+                    return
+                waiting, self._waiting = self._waiting, {}
+                copy = self._copy
+                if not waiting and time.monotonic() - self._used_at > KEPT_S:
+                    self._copy = None
+            if not waiting:
+                continue
+            try:
+                copy = self._make_copy(copy)
+            except StateError as error:
+                log.warning("a peer that joins gets no state from here: %s", error)
+                copy = None
+            with self._changed:
+                self._copy, self._used_at = copy, time.monotonic()
+            for peer, download in waiting.items():
+                self._answer(peer, download, 0, copy.description if copy is not None else b"")
+
+    def _answer(self, peer: PeerId, download: bytes, number: int, data: bytes | memoryview) -> None:
+        self._send(peer, Header(kind=Kind.STATE, round=download, chunk=number, length=len(data)), (data,))
