@@ -75,6 +75,9 @@ class Engine(Protocol):
     def synchronise(self) -> StepOutcome:
         """Before the first batch: take the swarm's state if there is one that is worth taking."""
 
+    def begin_batch(self) -> StepOutcome:
+        """Before the forward pass of a batch: apply what has become due since the last one."""
+
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         """Count one micro-batch whose gradients lie in ``param.grad``, and do whatever is due.
 

@@ -28,9 +28,6 @@ class LoopProgress:
     def detach(self) -> None:
         self._loop.__dict__.pop("_should_accumulate", None)
 
-    def begin_batch(self) -> None:
-        self._stepped = False
-
     def follow(self, epoch: int, *, committed: bool) -> None:
         """After a batch: ``epoch`` global steps are made; ``committed`` if this batch completed the last of them."""
         steps = self._loop.automatic_optimization.optim_progress.optimizer.step

@@ -100,7 +100,7 @@ class TrainingSession:
     # ------------------------------------------------------------------ batches
 
     def begin_batch(self) -> None:
-        self._progress.begin_batch()
+        self._progress.follow(self.engine.begin_batch().epoch, committed=False)
         if self._stopping.wants_to_stop():
             self.request_stop("trainer.should_stop is set here")
 

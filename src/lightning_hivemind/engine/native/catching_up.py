@@ -80,6 +80,7 @@ class CatchingUp:
         return [peer for peer in living if peer not in auxiliary][:MOST_DONORS] or sorted(trainers)[:MOST_DONORS]
 
     def _fetch(self, donors: list[str], timeout_s: float) -> Head | None:
+        self._stepper.settle(wait=True)
         optimizer, tensors = self._stepper.optimizer, self._stepper.tensors
         found = self._parts.downloads.fetch(
             donors,
@@ -97,8 +98,7 @@ class CatchingUp:
             _set_rates(optimizer, rates)  # a chainable scheduler goes on from its own rate
             self._training.advance_schedulers(description.head.epoch)
             _set_rates(optimizer, theirs)
-            self._stepper.publish()
-            self._stepper.statistics.rebase()
+            self._stepper.adopted(description.head)
         return description.head
 
 

@@ -293,10 +293,8 @@ class Driver:
                 self._peer.contributed(self._training.samples, time.monotonic())
             case GiveUp(round=round_id, reason=reason):
                 self._exchanges.pop(round_id, None)
-                if self._called is not None and self._called[0] == round_id:
-                    self._called = None
-                if self._given == round_id:
-                    self._given = None
+                if round_id == self._given or (self._called is not None and self._called[0] == round_id):
+                    self._given = self._called = None
                     self._training.returned(reason)
             case CatchUp(head=head, commits=commits):
                 self._follow(head, commits, time.monotonic())

@@ -55,16 +55,16 @@ class NativeEngine:
 
     def __init__(self, arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> None:
         self._a, self._network, self._training, self._events = arguments, network, training, events
-        self._stepper = Stepper(training)
+        self._head = Head.root(arguments.run_id, network.peer_id)
+        self._stepper = Stepper(training, self._head, delayed=bool(arguments.delay_optimizer_step))
         self.optimizer = self._stepper.optimizer
         self._codec = map_codec(arguments.grad_compression, "grad_compression")
         self._gradients = Gradients(
             network.peer_id,
             self._stepper.model_parameters,
             self._stepper.statistics,
-            max_staleness=MAX_STALENESS,
+            max_staleness=MAX_STALENESS + bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step),
         )
-        self._head = Head.root(arguments.run_id, network.peer_id)
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None
@@ -86,10 +86,10 @@ class NativeEngine:
         self._catching_up = CatchingUp(self._a, parts, self._records, self._training, self._stepper, self._events)
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
-        self._stepper.load(optimizer_state)
         # Of equal checkpoints one peer's is taken by all: the founder's, whoever that is.
         lineage = hashlib.sha256(f"checkpoint {self._a.run_id} {epoch} {self._network.peer_id}".encode()).digest()[:16]
         self._head = Head(epoch=epoch, lineage=lineage, samples=epoch * self._a.target_batch_size)
+        self._stepper.load(optimizer_state, self._head)
 
     def synchronise(self) -> StepOutcome:
         parts, whereabouts = self._running(), self._whereabouts
@@ -111,11 +111,10 @@ class NativeEngine:
         self._between_batches(wait=False)
         self._count_peers()
         self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self._num_peers))
-        parts.handover.begin_batch()
         return StepOutcome(epoch=self.epoch, committed=False)
 
     def flush(self) -> None:
-        pass
+        self._stepper.settle(wait=True)
 
     def shutdown(self, timeout_s: float) -> None:
         start = time.monotonic()
@@ -126,11 +125,20 @@ class NativeEngine:
             self._whereabouts.stop()
         if self._parts is not None:
             self._parts.stop(start + max(0.5, timeout_s - RECORDS_S))
+        self._stepper.close()
         records.close(RECORDS_S)
         self._parts = self._whereabouts = self._catching_up = None
         self._events.emit(PeerStopped(epoch=self.epoch, duration_s=time.monotonic() - start))
 
     # ------------------------------------------------------------------ step
+
+    def begin_batch(self) -> StepOutcome:
+        handover, wait = self._running().handover, not self._a.delay_grad_averaging
+        while not handover.begin_batch(self._head, wait=wait) and not self._training.should_abort():
+            self._between_batches(wait=wait)
+            if self._stopped:
+                break
+        return StepOutcome(epoch=self.epoch, committed=False)
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         handover = self._running().handover
@@ -141,8 +149,8 @@ class NativeEngine:
         if batch_samples:
             lost = batch_samples if handover.owes else self._gradients.add(batch_samples, self.epoch)
             self._report_batch(batch_samples - lost)
-        committed = self._between_batches(wait=True, lost=lost)
-        handover.begin_batch()
+        self._stepper.settle(wait=False)
+        committed = self._between_batches(wait=not self._a.delay_grad_averaging, lost=lost)
         return StepOutcome(epoch=self.epoch, committed=committed)
 
     def discard(self) -> int:
@@ -197,11 +205,10 @@ class NativeEngine:
         """Make one global step."""
         commit, head = step.commit, step.commit.head
         self._announce_round()
-        with self._stepper.lock:
-            if not self._a.auxiliary:
-                assert step.average is not None
-                self._stepper.step(step.average, head.epoch)
-            self._head = head
+        if not self._a.auxiliary:
+            assert step.average is not None
+            self._stepper.step(step.average, head)
+        self._head = head
         self._events.emit(
             EpochCommitted(
                 epoch=head.epoch,
@@ -220,9 +227,9 @@ class NativeEngine:
             parts = self._parts
             if parts is None or parts.handover.owes or self._a.auxiliary or parts.driver.status.head is None:
                 return None
-            if known is not None and known.head == self._head:
+            if known is not None and known.head == self._stepper.head:
                 return known
-            return take(self.optimizer, self._stepper.tensors, self._head)
+            return take(self.optimizer, self._stepper.tensors, self._stepper.head)
 
     def _owe(self) -> None:
         """The parameters here are not the swarm's: fetch its state, and go on from there."""

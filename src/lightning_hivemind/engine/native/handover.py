@@ -61,9 +61,14 @@ class Handover:
         return self._gradients.samples if self._gives and not self.owes else 0
 
     def ready_at(self, now: float) -> float:
-        """When this peer should join a round that has called it: now, or soon, when its batch will be finished."""
+        """When this peer should join a round that has called it: now, or soon, when its batch will be finished.
+
+        If now, the training thread begins no batch before the round is over.
+        """
         with self.changed:
-            return now if self.owes else self._pace.join_at(now)
+            at = now if self.owes else self._pace.join_at(now)
+            self.under_way = self.under_way or at <= now
+            return at
 
     def give(self) -> Given:
         with self.changed:
@@ -114,9 +119,13 @@ class Handover:
 
     # ------------------------------------------------------------------ the training thread
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, head: Head, *, wait: bool) -> bool:
+        """A batch is begun; False (with ``wait``) if there is something to be done first."""
         with self.changed:
+            if self.ready(head) or (wait and self.under_way):
+                return False
             self._pace.begin_batch(time.monotonic())
+            return True
 
     def end_batch(self) -> None:
         with self.changed:

@@ -11,8 +11,8 @@ from __future__ import annotations
 SMOOTHING = 0.3
 #: a batch is waited for if it takes at most so many times as long as a step of the swarm
 COMPARABLE = 1.5
-#: a batch that takes longer than usual is waited for so many times as long, and at least so many seconds
-OVERTIME, LEAST_S = 3.0, 1.0
+#: a batch is waited for until it has taken so many times as long as usual, and at least so many seconds
+OVERTIME, LEAST_S = 3.0, 2.5
 
 
 class Pace:
@@ -57,8 +57,8 @@ class Pace:
             return now
         if batch_s is not None and self._step_s is not None and batch_s > COMPARABLE * self._step_s:
             return now
-        patience_s = max(LEAST_S, began + OVERTIME * (batch_s or 0.0) - now)
-        return now + min(patience_s, self._longest_s)
+        due = began + max(LEAST_S, OVERTIME * (batch_s or 0.0))
+        return min(max(now, due), now + self._longest_s)
 
     def hold_until(self, samples: int, now: float) -> float:
         """Between two batches: how long not to begin another one, because the target will be reached before its end.

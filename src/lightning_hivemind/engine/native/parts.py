@@ -64,7 +64,8 @@ def build(
         detect_s=DETECT_S,
         round_s=arguments.averaging_timeout,
     )
-    pace = Pace(arguments.target_batch_size, longest_s=arguments.matchmaking_time / 2)
+    waits_s = 0.0 if arguments.delay_grad_averaging else 0.8 * arguments.matchmaking_time
+    pace = Pace(arguments.target_batch_size, longest_s=waits_s)
     handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codec)
     certificate = Certificate.create()

@@ -149,6 +149,9 @@ class StockEngine:
 
     # ------------------------------------------------------------------ step
 
+    def begin_batch(self) -> StepOutcome:
+        return StepOutcome(epoch=self.epoch, committed=False)
+
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         session, parts = self._require_session(), self._require_parts()
         self._check_processes()
