@@ -240,7 +240,6 @@ _NOT_NATIVE: Mapping[str, Any] = {
     "grad_averager_factory": None,
     "load_state_compression": None,
     "performance_ema_alpha": 0.1,
-    "reuse_grad_buffers": False,
     "state_averaging_compression": None,
     "tracker_opts": {},
     "use_local_updates": False,

@@ -112,3 +112,10 @@ BITS = {"exact": 32, "float16": 16, "bfloat16": 16, "uniform 8 bit": 8, "blockwi
 def test_bits_per_value(codec: ChunkCodec) -> None:
     bits = BITS.get(codec.name, 4.5 if codec.name == "blockwise 4 bit, 64" else 16)
     assert 8 * codec.size_bytes(1 << 20) / (1 << 20) <= bits + 1e-3
+
+
+@every_codec
+@pytest.mark.parametrize("largest", [1e-45, 3.2e-44, 1e-38, 1e-36])
+def test_values_too_small_for_a_scale_are_nearly_zero_and_finite(codec: ChunkCodec, largest: float) -> None:
+    found = there_and_back(codec, torch.tensor([largest, -largest / 2, 0.0]))
+    assert bool((found.abs() <= 1.1 * largest).all())

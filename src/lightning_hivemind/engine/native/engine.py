@@ -64,6 +64,7 @@ class NativeEngine:
             self._stepper.model_parameters,
             self._stepper.statistics,
             max_staleness=MAX_STALENESS + bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step),
+            in_place=arguments.reuse_grad_buffers,
         )
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
@@ -138,6 +139,7 @@ class NativeEngine:
             self._between_batches(wait=wait)
             if self._stopped:
                 break
+        self._gradients.begin_batch()
         return StepOutcome(epoch=self.epoch, committed=False)
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
@@ -147,7 +149,7 @@ class NativeEngine:
         self._count_peers()
         lost = 0
         if batch_samples:
-            lost = batch_samples if handover.owes else self._gradients.add(batch_samples, self.epoch)
+            lost = self._gradients.add(batch_samples, self.epoch, gradient_scale)
             self._report_batch(batch_samples - lost)
         self._stepper.settle(wait=False)
         committed = self._between_batches(wait=not self._a.delay_grad_averaging, lost=lost)
@@ -159,7 +161,7 @@ class NativeEngine:
         return lost
 
     def batch_weight(self, batch_samples: int) -> float:
-        return 1.0
+        return self._gradients.weight(batch_samples)
 
     def _between_batches(self, *, wait: bool, lost: int = 0) -> bool:
         """Do everything that is due; with ``wait``, until no round of this peer is. True if a step was made."""
@@ -207,7 +209,11 @@ class NativeEngine:
         self._announce_round()
         if not self._a.auxiliary:
             assert step.average is not None
+            if self._a.reuse_grad_buffers and not self._a.recreates_optimizer:
+                self._gradients.park()
             self._stepper.step(step.average, head)
+            if self._a.reuse_grad_buffers and not self._a.recreates_optimizer:
+                self._gradients.park()
         self._head = head
         self._events.emit(
             EpochCommitted(

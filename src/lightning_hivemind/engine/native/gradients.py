@@ -15,20 +15,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.statistics import Statistics
-
-
-@dataclass(slots=True)
-class _Sum:
-    """``values`` float32 (trained,) on the model's device: the sum of batches' gradients, each times samples / first.
-
-    In units of the first batch, so that one batch, and equal batches whose number is a power of two, come out of the
-    mean bit for bit as a plain Trainer has them.
-    """
-
-    values: Tensor
-    samples: int = 0
-    first: int = 0
-    epoch: int = 0
+from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +39,23 @@ class Gradients:
         parameters: of the optimizer; those that require no gradient are left out. All on one device.
         statistics: what is averaged besides, behind the gradients.
         max_staleness: what was computed with parameters of more epochs ago is dropped.
+        in_place: sum in ``param.grad`` itself (``reuse_grad_buffers``).
     """
 
-    def __init__(self, me: PeerId, parameters: Sequence[Tensor], statistics: Statistics, *, max_staleness: int) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        parameters: Sequence[Tensor],
+        statistics: Statistics,
+        *,
+        max_staleness: int,
+        in_place: bool = False,
+    ) -> None:
         self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad]
-        trained = sum(p.numel() for p in self.parameters)
-        self.elements = trained + statistics.elements
-        device = self.parameters[0].device if self.parameters else torch.device("cpu")
         self._lock = threading.Lock()
-        self._sum = _Sum(torch.zeros(trained, device=device))
+        self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters)
+        self.elements = self._sum.elements + statistics.elements
         #: what a round has now, and what came back from one
         self._given: tuple[Contribution, _Mean] | None = None
         self._back: _Mean | None = None
@@ -81,31 +75,40 @@ class Gradients:
         given = self._given[1].samples if self._given is not None else 0
         return self._sum.samples + given + (self._back.samples if self._back is not None else 0)
 
+    def weight(self, samples: int) -> float:
+        """What to multiply the loss of a batch of ``samples`` by, before its backward pass."""
+        with self._lock:
+            return self._sum.weight(samples)
+
+    def begin_batch(self) -> None:
+        """``param.grad`` belongs to a batch until :meth:`add`."""
+        with self._lock:
+            self._sum.begin_batch()
+
     @torch.no_grad()
-    def add(self, samples: int, epoch: int) -> int:
+    def add(self, samples: int, epoch: int, scale: float = 1.0) -> int:
         """Take in ``param.grad``, the mean of a batch of ``samples``, computed with the parameters of ``epoch``.
 
-        Returns how many samples are too old to count, and dropped. ``param.grad`` stays as it is; none counts as zeros.
+        Returns how many samples are too old to count, and dropped. No gradient counts as zeros. ``scale``: what sums in
+        place are still multiplied by.
         """
         with self._lock:
-            if self._head_epoch - epoch > self._max_staleness:
-                return samples
-            total = self._sum
-            if not total.samples:
-                total.first, total.epoch = samples, epoch
-            for part, parameter in zip(self._views(total.values), self.parameters, strict=True):
-                if not total.samples:
-                    part.copy_(parameter.grad) if parameter.grad is not None else part.zero_()
-                elif parameter.grad is not None:
-                    part.add_(parameter.grad, alpha=samples / total.first)
-            total.samples += samples
-            return 0
+            lost = self._sum.add(samples, epoch, scale)
+            return lost + self._prune()
+
+    @torch.no_grad()
+    def park(self) -> None:
+        """Free ``param.grad`` for an average, if there is a sum in it."""
+        with self._lock:
+            self._back = self._all()
+            self._sum.clear()
 
     def discard(self) -> int:
         """Forget what no round has; returns the samples that are lost."""
         with self._lock:
             lost = self._sum.samples + (self._back.samples if self._back is not None else 0)
-            self._sum.samples, self._back = 0, None
+            self._back = None
+            self._sum.clear()
             return lost
 
     # ------------------------------------------------------------------ the rounds' thread
@@ -118,12 +121,12 @@ class Gradients:
         """
         with self._lock:
             assert self._given is None, "one round at a time"
-            mean = self._mean_of_sum()
-            if self._back is not None:
-                mean = self._back if mean is None else _merged(self._back, mean)
+            mean = self._all()
             if mean is None:
                 return None
-            self._back, self._sum.samples = None, 0
+            self._back = None
+            if not self._sum.busy:
+                self._sum.clear()
             self._number += 1
             mean = replace(mean, numbers=mean.numbers | {self._number})
             contribution = Contribution(peer=self._me, number=self._number, samples=mean.samples)
@@ -150,11 +153,7 @@ class Gradients:
             if self._back is not None and self._back.numbers & counted.keys():
                 dropped = self._back.samples - sum(counted.get(number, 0) for number in self._back.numbers)
                 self._back = None
-            if self._back is not None and epoch - self._back.epoch > self._max_staleness:
-                dropped, self._back = dropped + self._back.samples, None
-            if self._sum.samples and epoch - self._sum.epoch > self._max_staleness:
-                dropped, self._sum.samples = dropped + self._sum.samples, 0
-            return dropped
+            return dropped + self._prune()
 
     def moved(self, epoch: int) -> int:
         """This peer goes to ``epoch`` by a way on which its contributions cannot be followed: nothing is kept.
@@ -163,26 +162,33 @@ class Gradients:
         """
         with self._lock:
             self._head_epoch = epoch
-            lost, self._given, self._back, self._sum.samples = self._samples, None, None, 0
+            lost, self._given, self._back = self._samples, None, None
+            self._sum.clear()
             return lost
 
     # ------------------------------------------------------------------ private
 
-    def _mean_of_sum(self) -> _Mean | None:
+    def _all(self) -> _Mean | None:
+        """What came back from a round, and what was summed since."""
         total = self._sum
-        if not total.samples:
-            return None
+        if not total.samples or total.busy:
+            return self._back
         values = torch.empty(self.elements)
-        trained, rest = torch.split(values, [total.values.numel(), self._statistics.elements])
-        trained.copy_(total.values)
-        if total.samples != total.first:
-            trained.mul_(total.first / total.samples)
+        trained, rest = torch.split(values, [total.elements, self._statistics.elements])
+        total.read(trained)
         rest.copy_(self._statistics.changes())
-        return _Mean(values, total.samples, total.epoch)
+        mean = _Mean(values, total.samples, total.epoch)
+        return mean if self._back is None else _merged(self._back, mean)
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        sizes = [p.numel() for p in self.parameters]
-        return [part.view_as(p) for part, p in zip(torch.split(flat, sizes), self.parameters, strict=True)]
+    def _prune(self) -> int:
+        """Drop what is too old; returns the samples."""
+        oldest, dropped = self._head_epoch - self._max_staleness, 0
+        if self._back is not None and self._back.epoch < oldest:
+            dropped, self._back = self._back.samples, None
+        if self._sum.samples and self._sum.epoch < oldest:
+            dropped += self._sum.samples
+            self._sum.clear()
+        return dropped
 
 
 def _merged(one: _Mean, other: _Mean) -> _Mean:

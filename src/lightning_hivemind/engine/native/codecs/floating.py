@@ -10,6 +10,8 @@ from lightning_hivemind.engine.native.codecs.base import memory_of, view_of
 #: of float16: bits of the fraction, and half the distance of its smallest numbers
 _HALF_ULP = 2.0**-11
 _HALF_TINY = 2.0**-25
+#: a chunk whose largest value is below becomes zero: its scale could not be inverted
+_TINY = 2.0**-120
 
 
 class ScaledFloat16:
@@ -27,7 +29,7 @@ class ScaledFloat16:
         data = torch.empty(self.size_bytes(values_N.numel()), dtype=torch.uint8)
         scale = _largest(values_N)
         data[:4].view(torch.float32).fill_(scale)
-        torch.mul(values_N, 1.0 / scale if scale else 0.0, out=(scaled := torch.empty_like(values_N)))
+        torch.mul(values_N, 1.0 / scale if scale > _TINY else 0.0, out=(scaled := torch.empty_like(values_N)))
         data[4:].view(torch.float16).copy_(scaled)
         return memory_of(data)
 
@@ -37,7 +39,7 @@ class ScaledFloat16:
 
     def error_bound(self, values_N: Tensor) -> Tensor:
         # the fraction's rounding, twice that of float32 (division, multiplication), and what is tiny beside the largest
-        return values_N.abs() * (_HALF_ULP + 2.0**-22) + _HALF_TINY * _largest(values_N) + 2.0**-149
+        return values_N.abs() * (_HALF_ULP + 2.0**-22) + _HALF_TINY * _largest(values_N) + _TINY
 
 
 class BFloat16:
