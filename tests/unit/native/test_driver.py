@@ -38,10 +38,13 @@ class Trainee:
         contribution = Contribution(peer=self.name, number=self._number, samples=self.samples)
         return Given(offer=Offer(contribution=contribution), values=self.values)
 
+    def called(self, now: float) -> float:
+        return now
+
     def ready_at(self, now: float) -> float:
         return now
 
-    def returned(self, reason: str) -> None:
+    def returned(self, reason: str, *, begun: bool) -> None:
         self.returns.append(reason)
 
     def committed(self, commit: Commit, average: Tensor | None) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.parts import Parts
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.snapshot import install, read_description
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import StateError
@@ -80,28 +77,9 @@ class CatchingUp:
         return [peer for peer in living if peer not in auxiliary][:MOST_DONORS] or sorted(trainers)[:MOST_DONORS]
 
     def _fetch(self, donors: list[str], timeout_s: float) -> Head | None:
-        self._stepper.settle(wait=True)
-        optimizer, tensors = self._stepper.optimizer, self._stepper.tensors
-        found = self._parts.downloads.fetch(
-            donors,
-            lambda data: read_description(data, optimizer, tensors),
-            timeout_s,
-            self._training.should_abort,
-        )
+        found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, self._training.should_abort)
         if found is None:
             return None
         description, memory = found
-        rates = [group["lr"] for group in optimizer.param_groups]
-        with self._stepper.lock:
-            install(description, memory, optimizer, tensors)
-            theirs = [group["lr"] for group in optimizer.param_groups]
-            _set_rates(optimizer, rates)  # a chainable scheduler goes on from its own rate
-            self._training.advance_schedulers(description.head.epoch)
-            _set_rates(optimizer, theirs)
-            self._stepper.adopted(description.head)
+        self._stepper.adopt(description, memory)
         return description.head
-
-
-def _set_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate

@@ -66,14 +66,17 @@ class Training(Protocol):
     def samples(self) -> int:
         """That this peer has for the next commit."""
 
+    def called(self, now: float) -> float:
+        """A round calls: :meth:`ready_at`."""
+
     def ready_at(self, now: float) -> float:
         """When to join a round that calls: ``now``, or a little later, when a batch will be finished."""
 
     def give(self) -> Given:
         """Fix what this peer contributes now."""
 
-    def returned(self, reason: str) -> None:
-        """The round came to nothing: what was given last is this peer's own again."""
+    def returned(self, reason: str, *, begun: bool) -> None:
+        """The round came to nothing: what was given last is this peer's own again. ``begun``: it had a plan."""
 
     def committed(self, commit: Commit, average: Tensor | None) -> None:
         """A step is decided. ``average`` is float32 CPU (elements,), or None if it must be fetched first."""
@@ -276,7 +279,7 @@ class Driver:
                 self._links.send(to, Header(kind=Kind.MESSAGE, length=len(data)), (data,))
             case Called(round=round_id):
                 now = time.monotonic()
-                self._called = (round_id, self._training.ready_at(now))
+                self._called = (round_id, self._training.called(now))
             case Begun(plan=plan):
                 if (exchange := self._exchanges.get(plan.round)) is not None:
                     exchange.begin(plan)
@@ -292,10 +295,10 @@ class Driver:
                 self._training.committed(commit, exchange.result if complete and exchange is not None else None)
                 self._peer.contributed(self._training.samples, time.monotonic())
             case GiveUp(round=round_id, reason=reason):
-                self._exchanges.pop(round_id, None)
+                exchange = self._exchanges.pop(round_id, None)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
                     self._given = self._called = None
-                    self._training.returned(reason)
+                    self._training.returned(reason, begun=exchange is not None and exchange.begun)
             case CatchUp(head=head, commits=commits):
                 self._follow(head, commits, time.monotonic())
             case Note(what=what):

@@ -21,7 +21,7 @@ from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Step
 from lightning_hivemind.engine.native.parts import Parts, build
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.snapshot import Snapshot, take
+from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
@@ -177,7 +177,7 @@ class NativeEngine:
             if lost:
                 self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=lost))
                 lost = 0
-            if handover.owes:
+            if handover.owes and not handover.settle(self._head):
                 self._owe()
                 continue
             self._tell_failure()
@@ -229,13 +229,10 @@ class NativeEngine:
 
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; called from the donor's thread."""
-        with self._stepper.lock:
-            parts = self._parts
-            if parts is None or parts.handover.owes or self._a.auxiliary or parts.driver.status.head is None:
-                return None
-            if known is not None and known.head == self._stepper.head:
-                return known
-            return take(self.optimizer, self._stepper.tensors, self._stepper.head)
+        parts = self._parts
+        if parts is None or parts.handover.owes or self._a.auxiliary or parts.driver.status.head is None:
+            return None
+        return self._stepper.copy_state(known)
 
     def _owe(self) -> None:
         """The parameters here are not the swarm's: fetch its state, and go on from there."""

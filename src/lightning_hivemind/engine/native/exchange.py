@@ -57,6 +57,11 @@ class Exchange:
                     self.result[self._layout.span(chunk)] = before[self._layout.span(chunk)]
         self._plan = plan
 
+    @property
+    def begun(self) -> bool:
+        """Whether there was a plan."""
+        return self._plan is not None
+
     # ------------------------------------------------------------------ what this peer gives
 
     def input(self, chunk: int) -> memoryview:

@@ -155,6 +155,11 @@ class Gradients:
                 self._back = None
             return dropped + self._prune()
 
+    def stands_at(self, epoch: int) -> None:
+        """This peer is at ``epoch`` with what it has: it was nowhere, or has come back to its own state."""
+        with self._lock:
+            self._head_epoch = epoch
+
     def moved(self, epoch: int) -> int:
         """This peer goes to ``epoch`` by a way on which its contributions cannot be followed: nothing is kept.
 
@@ -176,9 +181,9 @@ class Gradients:
         values = torch.empty(self.elements)
         trained, rest = torch.split(values, [total.elements, self._statistics.elements])
         total.read(trained)
-        rest.copy_(self._statistics.changes())
+        rest.copy_(self._statistics.changes(self._head_epoch))
         mean = _Mean(values, total.samples, total.epoch)
-        return mean if self._back is None else _merged(self._back, mean)
+        return mean if self._back is None else _merged(self._back, mean, total.elements)
 
     def _prune(self) -> int:
         """Drop what is too old; returns the samples."""
@@ -191,8 +196,9 @@ class Gradients:
         return dropped
 
 
-def _merged(one: _Mean, other: _Mean) -> _Mean:
-    samples = one.samples + other.samples
-    values = one.values * (one.samples / samples)  # not in place: a connection may still be sending it
-    values.add_(other.values, alpha=other.samples / samples)
-    return _Mean(values, samples, min(one.epoch, other.epoch), one.numbers | other.numbers)
+def _merged(older: _Mean, newer: _Mean, trained: int) -> _Mean:
+    """Gradients (the first ``trained`` values) by samples; the newer changes of statistics contain the older ones."""
+    samples = older.samples + newer.samples
+    values = newer.values.clone()  # not in place: a connection may still be sending either of them
+    values[:trained].mul_(newer.samples / samples).add_(older.values[:trained], alpha=older.samples / samples)
+    return _Mean(values, samples, min(older.epoch, newer.epoch), older.numbers | newer.numbers)

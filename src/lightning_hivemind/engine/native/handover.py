@@ -60,6 +60,12 @@ class Handover:
         """Of this peer, for the next commit."""
         return self._gradients.samples if self._gives and not self.owes else 0
 
+    def called(self, now: float) -> float:
+        """A round calls: :meth:`ready_at`, for the first time."""
+        with self.changed:
+            self._pace.called(now)
+        return self.ready_at(now)
+
     def ready_at(self, now: float) -> float:
         """When this peer should join a round that has called it: now, or soon, when its batch will be finished.
 
@@ -79,10 +85,10 @@ class Handover:
             offer=Offer(contribution=contribution, reduces=self._reduces, stop=self.stop_wanted), values=values
         )
 
-    def returned(self, reason: str) -> None:
+    def returned(self, reason: str, *, begun: bool) -> None:
         self._gradients.returned()
         with self.changed:
-            self.under_way, self._failure = False, reason
+            self.under_way, self._failure = False, reason if begun else self._failure
             self.changed.notify_all()
 
     def committed(self, commit: Commit, average: Tensor | None) -> None:
@@ -112,6 +118,7 @@ class Handover:
             self.changed.notify_all()
 
     def adopted(self, head: Head) -> None:
+        self._gradients.stands_at(head.epoch)
         with self.changed:
             self._head, self.under_way, self.owes = head, False, False
             self._steps.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 #: weight of the newest value in the means
 SMOOTHING = 0.3
-#: a batch is waited for if it takes at most so many times as long as a step of the swarm
+#: a batch is waited for if it takes at most so many times as long as the others need for a step
 COMPARABLE = 1.5
 #: a batch is waited for until it has taken so many times as long as usual, and at least so many seconds
 OVERTIME, LEAST_S = 3.0, 2.5
@@ -28,6 +28,7 @@ class Pace:
         self._batch_began: float | None = None
         self._batch_s: float | None = None
         self._step_s: float | None = None
+        self._call_s: float | None = None
         self._others: float | None = None
         self._last_step: float | None = None
 
@@ -40,6 +41,11 @@ class Pace:
         if self._batch_began is not None:
             self._batch_s = _mean(self._batch_s, now - self._batch_began)
         self._batch_began = None
+
+    def called(self, now: float) -> None:
+        """A round calls: so long did the others need since the last step, without waiting for this peer."""
+        if self._last_step is not None:
+            self._call_s = _mean(self._call_s, now - self._last_step)
 
     def step(self, others_samples: int, now: float) -> None:
         """A step was decided, with so many samples of other peers."""
@@ -55,7 +61,7 @@ class Pace:
         began, batch_s = self._batch_began, self._batch_s
         if began is None:
             return now
-        if batch_s is not None and self._step_s is not None and batch_s > COMPARABLE * self._step_s:
+        if batch_s is not None and self._call_s is not None and batch_s > COMPARABLE * self._call_s:
             return now
         due = began + max(LEAST_S, OVERTIME * (batch_s or 0.0))
         return min(max(now, due), now + self._longest_s)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, install, read_description, take
 from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.errors import ArgumentError
 
 
 class Stepper:
@@ -25,7 +27,6 @@ class Stepper:
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
         statistics: averaged with the gradients, behind them in the flat vector.
-        tensors: that belong to a state besides parameters and optimizer.
         lock: held while any of it changes, and while it is copied.
         head: whose state the optimizer has.
     """
@@ -37,8 +38,10 @@ class Stepper:
         if training.rebuild_optimizer is not None:
             copies = [p.detach().to("cpu", copy=True).requires_grad_(p.requires_grad) for p in self._model]
             self.optimizer = training.rebuild_optimizer(_over(training.optimizer, copies))
+        #: which parameters are trained is fixed now: the others' vectors have the same ones
+        self._trained = [p.requires_grad for p in self._model]
         self.statistics = Statistics(training.state_tensors)
-        self.tensors = training.state_tensors
+        self._counters = [tensor for tensor in training.state_tensors if not tensor.is_floating_point()]
         self.lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
         self._under_way: Future[None] | None = None
@@ -74,7 +77,8 @@ class Stepper:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give the model the parameters that the optimizer has."""
+        """Give the model the parameters that the optimizer has, and the statistics that all peers have."""
+        self.statistics.publish()
         for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
             if mine is not stepped:
                 mine.copy_(stepped)
@@ -86,14 +90,32 @@ class Stepper:
             for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
                 if mine is not stepped:
                     stepped.copy_(mine)
-            self.statistics.rebase()
+            self.statistics.rebase(head.epoch)
             self.head = head
 
-    def adopted(self, head: Head) -> None:
-        """The state of ``head`` was put into the optimizer and ``tensors``; call it under the lock."""
-        self.publish()
-        self.statistics.rebase()
-        self.head = head
+    def copy_state(self, known: Snapshot | None) -> Snapshot | None:
+        """For a peer that joins; from any thread. ``known`` is a copy that may still be right."""
+        with self.lock:
+            if known is not None and known.head == self.head:
+                return known
+            return take(self.optimizer, self.statistics.base, self._counters, self.head)
+
+    def read(self, data: memoryview) -> Description:
+        """What another peer says of its state, once it is known to fit. Raises StateError."""
+        return read_description(data, self.optimizer, self.statistics.base, self._counters)
+
+    def adopt(self, description: Description, memory: Tensor) -> None:
+        """Put another peer's state, which was checked, into everything."""
+        self.settle(wait=True)
+        with self.lock:
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            install(description, memory, self.optimizer, self.statistics.base, self._counters)
+            theirs = [group["lr"] for group in self.optimizer.param_groups]
+            _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
+            self._training.advance_schedulers(description.head.epoch)
+            _set_rates(self.optimizer, theirs)
+            self.head, self.statistics.epoch = description.head, description.head.epoch
+            self.publish()
 
     def close(self) -> None:
         if self._executor is not None:
@@ -104,7 +126,7 @@ class Stepper:
     def _make(self, statistics: Tensor, head: Head) -> None:
         with self.lock:
             self.optimizer.step()
-            self.statistics.step(statistics)
+            self.statistics.step(statistics, head.epoch)
             self._training.advance_schedulers(head.epoch)
             self.head = head
 
@@ -112,17 +134,28 @@ class Stepper:
     def _use(self, average: Tensor) -> int:
         """Put the averaged gradients where the optimizer looks for them; returns where they end."""
         start = 0
-        for parameter in _parameters(self.optimizer):
-            if not parameter.requires_grad:
+        for parameter, trained, mine in zip(_parameters(self.optimizer), self._trained, self._model, strict=True):
+            if mine.requires_grad and not trained:
+                raise ArgumentError(
+                    "a parameter that was frozen when the fit began is trained now (requires_grad): in a swarm all"
+                    " peers must train the same ones from the start. Unfreeze it before the fit."
+                )
+            part = average[start : start + (parameter.numel() if trained else 0)]
+            start += part.numel()
+            if not trained or not mine.requires_grad:  # (frozen during the fit)
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
-            part = average[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
+            part = part.view_as(parameter)
             if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
             else:
                 parameter.grad.copy_(part)
         return start
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

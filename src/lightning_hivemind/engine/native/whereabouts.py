@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -72,6 +73,6 @@ def _read(value: Any) -> tuple[Head, int, bool, float] | None:
     counts = all(type(one) is int and 0 <= one < 2**63 for one in (epoch, total, samples))
     if not counts or not isinstance(lineage, bytes) or len(lineage) > 64:
         return None
-    if not isinstance(reduces, bool) or not isinstance(stamp, float):
+    if not isinstance(reduces, bool) or not isinstance(stamp, float) or not math.isfinite(stamp):
         return None
     return Head(epoch=epoch, lineage=lineage, samples=total), samples, reduces, stamp

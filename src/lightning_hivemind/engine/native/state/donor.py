@@ -24,6 +24,8 @@ log = logging.getLogger("lightning_hivemind")
 
 #: a copy that nobody has asked for is dropped after so long
 KEPT_S = 60.0
+#: who asks while another peer is downloading does not take its copy away
+MOST_COPIES = 2
 
 SendFrame = Callable[[PeerId, Header, Payload], None]
 
@@ -40,8 +42,8 @@ class Donor:
         self._send, self._make_copy = send, copy
         self._changed = threading.Condition()
         self._waiting: dict[PeerId, bytes] = {}
-        self._copy: Snapshot | None = None
-        self._used_at = 0.0
+        #: copies and when they were asked for last, oldest first; one before the newest may still be on its way
+        self._copies: dict[bytes, tuple[Snapshot, float]] = {}
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="donor", daemon=True)
         self._thread.start()
@@ -50,6 +52,7 @@ class Donor:
         """Answer nobody any more."""
         with self._changed:
             self._stopped = True
+            self._copies.clear()
             self._changed.notify()
 
     # ------------------------------------------------------------------ the connections' threads
@@ -61,8 +64,10 @@ class Donor:
                 self._waiting[peer] = download
                 self._changed.notify()
                 return
-            copy, self._used_at = self._copy, time.monotonic()
-        if copy is None or copy.digest != question.digest or question.number >= questions.ranges(copy.memory.numel()):
+            copy, _ = self._copies.get(question.digest, (None, 0.0))
+            if copy is not None and not self._stopped:
+                self._copies[question.digest] = (copy, time.monotonic())
+        if copy is None or question.number >= questions.ranges(copy.memory.numel()):
             self._answer(peer, download, 0, b"")  # it is gone: the other peer has to begin anew
             return
         data = memory_of(copy.memory)[questions.span(question.number, copy.memory.numel())]
@@ -81,9 +86,9 @@ class Donor:
                 if self._stopped:
                     return
                 waiting, self._waiting = self._waiting, {}
-                copy = self._copy
-                if not waiting and time.monotonic() - self._used_at > KEPT_S:
-                    self._copy = None
+                oldest = time.monotonic() - KEPT_S
+                self._copies = {digest: one for digest, one in self._copies.items() if one[1] > oldest}
+                copy = next((copy for copy, _ in reversed(self._copies.values())), None)
             if not waiting:
                 continue
             try:
@@ -91,8 +96,15 @@ class Donor:
             except StateError as error:
                 log.warning("a peer that joins gets no state from here: %s", error)
                 copy = None
+            except Exception:  # memory, say: the next peer that asks may have better luck
+                log.exception("this peer's state could not be copied for a peer that joins")
+                copy = None
             with self._changed:
-                self._copy, self._used_at = copy, time.monotonic()
+                if copy is not None:
+                    self._copies.pop(copy.digest, None)
+                    self._copies[copy.digest] = (copy, time.monotonic())
+                while len(self._copies) > MOST_COPIES:
+                    self._copies.pop(next(iter(self._copies)))
             for peer, download in waiting.items():
                 self._answer(peer, download, 0, copy.description if copy is not None else b"")
 

@@ -30,6 +30,8 @@ log = logging.getLogger("lightning_hivemind")
 #: ranges that one donor is asked for at a time: enough that its line never idles
 WINDOW = 3
 POLL_S = 0.2
+#: that a copy of a state and its digest may take
+DESCRIPTION_S = 60.0
 #: once there is one description, how much longer the other donors' are waited for
 PATIENCE_S = 0.3
 
@@ -63,7 +65,7 @@ class Downloads:
     def fetch(
         self, donors: Sequence[PeerId], read: Reader, timeout_s: float, should_abort: Callable[[], bool]
     ) -> tuple[Description, Tensor] | None:
-        """The state that most of ``donors`` have, and its bytes, verified; None if nobody has any to give.
+        """The newest state that ``donors`` have, from all that have it, verified; None if nobody has any to give.
 
         Args:
             read: checks a description against this peer's model; raises StateError.
@@ -97,6 +99,7 @@ class Downloads:
     ) -> Description | None:
         """Wait for descriptions; the one that most donors have. Afterwards only they are donors."""
         since: float | None = None
+        deadline = min(deadline, time.monotonic() + DESCRIPTION_S)
         with self._changed:
             while attempt.donors - set(attempt.described):
                 now = time.monotonic()

@@ -1,5 +1,8 @@
 """A training state as a description and one piece of memory, and back.
 
+In the memory come parameters, the optimizer's state and ``shared`` tensors, which all peers at one head have bit for
+bit; then ``own`` ones (counters), which every peer has for itself and which the digest leaves out.
+
 Everything is checked against what the receiving peer trains before any of it is used; nothing is executed.
 """
 
@@ -9,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -28,7 +32,10 @@ MOST_PER_PARAMETER = 16
 _DTYPES = {str(one): one for one in (torch.float64, torch.float32, torch.float16, torch.bfloat16)} | {
     str(one): one for one in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 }
+#: settings of optimizers that depend on the device: each peer keeps its own
+_LOCAL_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 _Tensors = Sequence[Tensor]
+_Shape = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+        return _bytes((self.dtype, self.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class Snapshot:
         head: whose state this is.
         description: msgpack of what the bytes mean; with it the bytes can be checked and used.
         memory: uint8 CPU (bytes,).
-        digest: SHA-256 of ``memory``.
+        digest: SHA-256 of what is shared in ``memory``.
     """
 
     head: Head
@@ -63,107 +70,127 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What :func:`read_description` found: enough to allocate, to compare donors, and to install."""
+    """What :func:`read_description` found: enough to allocate, to compare donors, and to install.
+
+    Attributes:
+        size: bytes of all of it; ``shared`` of them are in the digest.
+        parts: parameters, the optimizer's tensors in the order of ``state``, shared tensors, own ones.
+        state: of the optimizer, per parameter: names to plain numbers, or to None for the next of its tensors.
+        groups: settings of the optimizer's groups.
+    """
 
     head: Head
     digest: bytes
     size: int
+    shared: int
     parts: tuple[Part, ...]
-    #: of the optimizer, per parameter in order: names to indices into ``parts``, or to plain numbers
     state: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...]
 
 
 @torch.no_grad()
-def take(optimizer: torch.optim.Optimizer, tensors: _Tensors, head: Head) -> Snapshot:
-    """Copy parameters and state of ``optimizer``, and ``tensors``, to host memory.
+def take(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, head: Head) -> Snapshot:
+    """Copy parameters and state of ``optimizer``, and the tensors, to host memory.
 
     Raises:
         StateError: the optimizer keeps something that is neither a tensor nor a number.
     """
     parameters = _parameters(optimizer)
-    sources: list[Tensor] = [*parameters, *tensors]
+    kept: list[Tensor] = []
     state = []
     for parameter in parameters:
         entry: dict[str, Any] = {}
         for name, value in optimizer.state.get(parameter, {}).items():
+            if value is None:
+                continue
             if isinstance(value, Tensor):
-                entry[name] = [len(sources)]
-                sources.append(value)
-            elif value is None or isinstance(value, (bool, int, float)):
-                entry[name] = value
-            else:
-                raise StateError(
-                    f"{type(optimizer).__name__} keeps {name}, a {type(value).__name__}, which cannot be handed to"
-                    " peers that join: use an optimizer whose state is tensors and numbers."
-                )
+                kept.append(value)
+            elif not isinstance(value, (bool, int, float)):
+                raise _cannot_be_told(optimizer, name, value)
+            entry[name] = None if isinstance(value, Tensor) else value
         state.append(entry)
-    parts, size = _lay_out(sources)
+    sources = [*parameters, *kept, *shared, *own]
+    unknown = next((tensor.dtype for tensor in sources if str(tensor.dtype) not in _DTYPES), None)
+    if unknown is not None:
+        raise StateError(f"a tensor of {unknown} cannot be handed to peers that join.")
+    parts, size = _lay_out([(str(tensor.dtype), tuple(tensor.shape)) for tensor in sources])
     memory = torch.zeros(size, dtype=torch.uint8)
     for part, source in zip(parts, sources, strict=True):
         _view(memory, part).copy_(source)
-    groups = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    digest = hashlib.sha256(memory_of(memory)).digest()
-    described = [
-        [head.epoch, head.lineage, head.samples],
-        digest,
-        [[part.dtype, list(part.shape)] for part in parts],
-        state,
-        groups,
+    groups = [
+        {name: _plain(optimizer, name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
+        for group in optimizer.param_groups
     ]
-    return Snapshot(head, msgpack.packb(described, use_bin_type=True), memory, digest)
+    digest = _digest(memory, _shared(parts, len(own), size))
+    place = [head.epoch, head.lineage, head.samples]
+    described = [place, digest, [[part.dtype, list(part.shape)] for part in parts], state, groups]
+    try:
+        return Snapshot(head, msgpack.packb(described, use_bin_type=True), memory, digest)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise StateError(f"the state of {type(optimizer).__name__} cannot be described: {error}") from None
 
 
-def read_description(data: bytes | memoryview, optimizer: torch.optim.Optimizer, tensors: _Tensors) -> Description:
-    """What another peer says of its state, once it is known to fit ``optimizer`` and ``tensors`` here.
+def read_description(
+    data: bytes | memoryview, optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors
+) -> Description:
+    """What another peer says of its state, once it is known to fit ``optimizer`` and the tensors here.
 
     Raises:
         StateError: it does not, or it is no such description.
     """
     try:
-        head, digest, parts, state, groups = msgpack.unpackb(data, raw=False, max_ext_len=0, strict_map_key=True)
-        epoch, lineage, samples = head
-        shapes = [(str(dtype), tuple(int(n) for n in shape)) for dtype, shape in parts]
-        sound = isinstance(digest, bytes) and isinstance(lineage, bytes) and min(epoch, samples) >= 0
-        sound &= all(dtype in _DTYPES and min(shape, default=0) >= 0 for dtype, shape in shapes)
-        sound &= all(isinstance(one, dict) for one in [*state, *groups])
+        values = msgpack.unpackb(data, raw=False, max_ext_len=0, strict_map_key=True)
+        (epoch, lineage, samples), digest, parts, state, groups = values
+        shapes = [_read_shape(dtype, shape) for dtype, shape in parts]
+        sound = isinstance(digest, bytes) and len(digest) == 32 and isinstance(lineage, bytes) and len(lineage) <= 64
+        sound &= _is_count(epoch) and _is_count(samples)
+        sound &= all(isinstance(one, dict) and all(isinstance(name, str) for name in one) for one in (*state, *groups))
         if not sound:
             raise ValueError("of other types")
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise StateError(f"a peer described its state in a way that cannot be understood: {error}") from None
-    _check_tensors(shapes, [*_parameters(optimizer), *tensors])
-    _check_optimizer(shapes, state, groups, optimizer, len(tensors))
-    laid_out, size = _offsets(shapes)
-    return Description(Head(epoch=epoch, lineage=lineage, samples=samples), digest, size, laid_out, state, groups)
+    _check(shapes, state, groups, optimizer, shared, own)
+    laid_out, size = _lay_out(shapes)
+    head = Head(epoch=epoch, lineage=lineage, samples=samples)
+    common = _shared(laid_out, len(own), size)
+    return Description(head, digest, size, common, laid_out, tuple(state), tuple(groups))
 
 
 @torch.no_grad()
-def install(description: Description, memory: Tensor, optimizer: torch.optim.Optimizer, tensors: _Tensors) -> None:
-    """Put a state whose digest was checked into ``optimizer`` (its parameters included) and ``tensors``.
+def install(
+    description: Description, memory: Tensor, optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors
+) -> None:
+    """Put a state whose digest was checked into ``optimizer`` (its parameters included) and the tensors.
 
     ``memory`` is not used any more afterwards. Learning rates are the donor's.
     """
-    targets = [*_parameters(optimizer), *tensors]
+    parameters = _parameters(optimizer)
     values = [_view(memory, part) for part in description.parts]
-    for target, value in zip(targets, values, strict=False):
+    kept = iter(values[len(parameters) :])
+    settings = [group for group in optimizer.param_groups for _ in group["params"]]
+    state: dict[Tensor, dict[str, Any]] = {}
+    for parameter, group, entry in zip(parameters, settings, description.state, strict=True):
+        on_device = group.get("capturable") or group.get("fused")
+        state[parameter] = {
+            # torch keeps the count of steps in host memory, unless the optimizer itself runs on the device
+            name: next(kept).to("cpu" if name == "step" and not on_device else parameter.device, copy=True)
+            if value is None
+            else value
+            for name, value in entry.items()
+        }
+    last = values[len(values) - len(shared) - len(own) :]
+    for target, value in zip([*parameters, *shared, *own], [*values[: len(parameters)], *last], strict=True):
         target.copy_(value)
-    state = {
-        index: {k: values[v[0]].clone() if isinstance(v, list) else v for k, v in entry.items()}
-        for index, entry in enumerate(description.state)
-        if entry
-    }
-    groups, first = [], 0
-    for own, theirs in zip(optimizer.param_groups, description.groups, strict=True):
-        count = len(own["params"])
-        group = {name: _like(own.get(name), value) for name, value in theirs.items()}
-        groups.append({**group, "params": list(range(first, first + count))})
-        first += count
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.state.clear()
+    optimizer.state.update({parameter: entry for parameter, entry in state.items() if entry})
+    for own_group, theirs in zip(optimizer.param_groups, description.groups, strict=True):
+        for name, value in theirs.items():
+            own_group[name] = _like(own_group[name], value)
 
 
 def verify(description: Description, memory: Tensor) -> bool:
     """Whether these are the bytes that were described."""
-    return hashlib.sha256(memory_of(memory)).digest() == description.digest
+    return _digest(memory, description.shared) == description.digest
 
 
 # ---------------------------------------------------------------------- private
@@ -173,14 +200,26 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _lay_out(tensors: _Tensors) -> tuple[tuple[Part, ...], int]:
-    for tensor in tensors:
-        if str(tensor.dtype) not in _DTYPES:
-            raise StateError(f"a tensor of {tensor.dtype} cannot be handed to peers that join.")
-    return _offsets([(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors])
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
-def _offsets(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Part, ...], int]:
+def _read_shape(dtype: Any, shape: Any) -> _Shape:
+    if (
+        not isinstance(dtype, str)
+        or dtype not in _DTYPES
+        or not isinstance(shape, list)
+        or not all(map(_is_count, shape))
+    ):
+        raise ValueError("a tensor that is none")
+    return dtype, tuple(shape)
+
+
+def _bytes(shape: _Shape) -> int:
+    return math.prod(shape[1]) * _DTYPES[shape[0]].itemsize
+
+
+def _lay_out(shapes: Sequence[_Shape]) -> tuple[tuple[Part, ...], int]:
     parts, offset = [], 0
     for dtype, shape in shapes:
         parts.append(part := Part(dtype, shape, offset))
@@ -188,30 +227,28 @@ def _offsets(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Part,
     return tuple(parts), offset
 
 
+def _shared(parts: Sequence[Part], own: int, size: int) -> int:
+    """Where what is shared ends."""
+    return parts[len(parts) - own].offset if own else size
+
+
+def _digest(memory: Tensor, shared: int) -> bytes:
+    return hashlib.sha256(memory_of(memory[:shared])).digest()
+
+
 def _view(memory: Tensor, part: Part) -> Tensor:
     return memory[part.offset : part.offset + part.bytes].view(_DTYPES[part.dtype]).view(part.shape)
 
 
-def _check_tensors(shapes: Sequence[tuple[str, tuple[int, ...]]], targets: Sequence[Tensor]) -> None:
-    if len(shapes) < len(targets):
-        raise StateError(f"a peer has {len(shapes)} tensors, this model needs {len(targets)}: another model?")
-    for index, (mine, theirs) in enumerate(zip(targets, shapes, strict=False)):
-        if (str(mine.dtype), tuple(mine.shape)) != theirs:
-            raise StateError(
-                f"tensor {index} of a peer's state is {theirs[0]} {theirs[1]}, here it is {mine.dtype}"
-                f" {tuple(mine.shape)}. All peers of a run_id must train the same model in the same precision; give"
-                " this one another run_id."
-            )
-
-
-def _check_optimizer(
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
+def _check(
+    shapes: Sequence[_Shape],
     state: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer,
-    others: int,
+    shared: _Tensors,
+    own: _Tensors,
 ) -> None:
-    """Every tensor of the optimizer's state belongs to one parameter, and is no larger than it (or a number)."""
+    """All that :func:`install` relies on. Nothing may be larger than this peer's own model implies."""
     parameters = _parameters(optimizer)
     wrong = f"a peer's optimizer state does not fit {type(optimizer).__name__} here"
     if len(state) != len(parameters) or len(groups) != len(optimizer.param_groups):
@@ -219,35 +256,65 @@ def _check_optimizer(
             f"{wrong}: {len(state)} parameters in {len(groups)} groups, here {len(parameters)} in"
             f" {len(optimizer.param_groups)}. All peers of a run_id must use the same optimizer."
         )
-    for own, theirs in zip(optimizer.param_groups, groups, strict=True):
-        if set(theirs) != set(own) - {"params"}:
-            raise StateError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(set(own) - {'params'})}.")
-    expected = len(parameters) + others
-    for parameter, entry in zip(parameters, state, strict=True):
-        if len(entry) > MOST_PER_PARAMETER:
-            raise StateError(f"{wrong}: {len(entry)} entries for one parameter.")
-        for name, value in entry.items():
-            if not isinstance(value, list):
-                continue
-            if value != [expected] or expected >= len(shapes):
-                raise StateError(f"{wrong}: its tensors are not in order.")
-            if math.prod(shapes[expected][1]) > max(1, parameter.numel()):
-                raise StateError(f"{wrong}: {name} is larger than its parameter.")
-            expected += 1
-    if expected != len(shapes):
-        raise StateError(f"{wrong}: {len(shapes) - expected} tensors belong to nothing.")
+    for own_group, theirs in zip(optimizer.param_groups, groups, strict=True):
+        names = set(own_group) - _LOCAL_SETTINGS
+        if set(theirs) != names:
+            raise StateError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(names)}.")
+        for name, value in theirs.items():
+            if not _fits(own_group[name], value):
+                raise StateError(f"{wrong}: {name}={value!r}, here {own_group[name]!r}.")
+    owners = [p for p, entry in zip(parameters, state, strict=True) for value in entry.values() if value is None]
+    for entry in state:
+        if len(entry) > MOST_PER_PARAMETER or not all(
+            isinstance(v, (bool, int, float, NoneType)) for v in entry.values()
+        ):
+            raise StateError(f"{wrong}: it keeps what is neither a tensor nor a number.")
+    targets = [*parameters, *owners, *shared, *own]
+    if len(shapes) != len(targets):
+        raise StateError(f"a peer's state has {len(shapes)} tensors, here it would have {len(targets)}: another model?")
+    of_optimizer = range(len(parameters), len(parameters) + len(owners))
+    for index, (mine, shape) in enumerate(zip(targets, shapes, strict=True)):
+        if index in of_optimizer:
+            if math.prod(shape[1]) > max(1, mine.numel()):
+                raise StateError(f"{wrong}: one of its tensors is larger than its parameter.")
+        elif (str(mine.dtype), tuple(mine.shape)) != shape:
+            raise StateError(
+                f"tensor {index} of a peer's state is {shape[0]} {shape[1]}, here it is {mine.dtype}"
+                f" {tuple(mine.shape)}. All peers of a run_id must train the same model in the same precision; give"
+                " this one another run_id."
+            )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):  # a learning rate may be one
+def _fits(own: Any, value: Any) -> bool:
+    """Whether a setting can take the place of this peer's own."""
+    if isinstance(own, (list, tuple)):
+        return isinstance(value, list) and len(value) == len(own) and all(map(_fits, own, value))
+    if isinstance(own, bool) or own is None or isinstance(own, str):
+        return value is None or isinstance(value, (bool, str))
+    return isinstance(value, (int, float))
+
+
+def _plain(optimizer: torch.optim.Optimizer, name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate may be one
         return float(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return value
+        return [_plain(optimizer, name, one) for one in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise _cannot_be_told(optimizer, name, value)
+
+
+def _cannot_be_told(optimizer: torch.optim.Optimizer, name: str, value: Any) -> StateError:
+    return StateError(
+        f"{type(optimizer).__name__} keeps {name}, a {type(value).__name__}, which cannot be handed to peers that join:"
+        " use an optimizer whose state is tensors and numbers."
+    )
 
 
 def _like(own: Any, value: Any) -> Any:
     """As msgpack gave it, in the type that this peer's optimizer has it in."""
     if isinstance(own, Tensor):
         return torch.full_like(own, float(value))
-    return tuple(value) if isinstance(own, tuple) and isinstance(value, list) else value
+    if isinstance(own, (list, tuple)):
+        return type(own)(_like(mine, theirs) for mine, theirs in zip(own, value, strict=True))
+    return value

@@ -1,0 +1,113 @@
+"""The native engine in real peers: what it promises beyond hivemind's. (ENGINES=native runs the others on it.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.checks import assert_complete, assert_ledger, together
+from swarm.harness import Swarm
+from swarm.replay import distance, next_step, replay
+from swarm.spec import ENDLESS
+
+pytestmark = pytest.mark.swarm
+
+
+@pytest.fixture
+def engine() -> str:
+    return "native"
+
+
+def digests(swarm_peers: list, epoch: int) -> set[str]:  # type: ignore[type-arg]
+    return {peer.commits[epoch].digest for peer in swarm_peers}
+
+
+def test_peers_are_bit_identical_and_equal_one_process(swarm: Swarm) -> None:
+    steps = 20
+    peers = swarm.start(
+        3, model={"optimizer": "adamw", "lr": 0.01, "norm": True}, trainer={"max_steps": steps}, delay_s=0.02
+    )
+    swarm.finish()
+    assert_complete(peers, range(1, steps + 1))
+    assert_ledger(peers)
+    assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, steps + 1))
+
+
+def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(swarm: Swarm) -> None:
+    steps = 20
+    peers = swarm.start(2, model={"optimizer": "momentum"}, trainer={"max_steps": steps}, delay_s=0.02)
+    swarm.finish()
+    assert distance(peers[0].parameters(steps), replay(peers, steps)[steps]) < 1e-5
+
+
+@pytest.mark.parametrize("codec", ["Float16Compression()", "Uniform8BitQuantization()"])
+def test_with_compression_peers_are_still_bit_identical(swarm: Swarm, codec: str) -> None:
+    peers = swarm.start(2, strategy_code={"grad_compression": codec}, trainer={"max_steps": 5}, delay_s=0.02)
+    swarm.finish()
+    assert_complete(peers, range(1, 6))
+    assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, 6))
+    assert distance(peers[0].parameters(1), replay(peers, 1)[1]) < 1e-2
+
+
+def test_a_killed_peer_costs_two_seconds_and_nothing_else(swarm: Swarm) -> None:
+    first, second, third = swarm.start(3, trainer=ENDLESS, delay_s=0.05)
+    for peer in (first, second, third):
+        peer.wait_epoch(3)
+    third.kill()
+    for peer in (first, second):
+        peer.wait_epoch(max(peer.commits) + 5, timeout_s=60)
+    last = min(max(first.commits), max(second.commits))
+    assert len(digests([first, second], last)) == 1
+    assert not first.said("RoundMissed")
+    assert not second.said("RoundMissed")
+    assert_ledger([first, second])
+
+
+def test_a_frozen_peer_is_left_behind_and_catches_up(swarm: Swarm) -> None:
+    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(2)
+    second.freeze()
+    first.wait_epoch(max(first.commits) + 3, timeout_s=60)
+    at = max(first.commits)
+    second.thaw()
+    second.wait_until(lambda: max(second.commits) > at, timeout_s=60, what=f"is beyond epoch {at}")
+    second.wait_until(
+        lambda: any(epoch > at for epoch in together([first, second])), timeout_s=60, what="both in one step again"
+    )
+    epoch = max(together([first, second]))
+    for peer in (first, second):
+        peer.wait_epoch(epoch)
+    assert len(digests([first, second], epoch)) == 1
+
+
+def test_a_late_joiner_takes_the_state_of_a_running_swarm_and_trains_along(swarm: Swarm) -> None:
+    common = {"model": {"optimizer": "adamw", "lr": 0.01, "norm": True}, "trainer": ENDLESS, "delay_s": 0.05}
+    first, second = swarm.start(2, **common)
+    first.wait_epoch(5)
+    (late,) = swarm.start(1, together=False, **common)
+    late.wait_for("StateLoaded", timeout_s=60)
+    peers = [first, second, late]
+    late.wait_until(lambda: bool(together(peers)), timeout_s=60, what="all three in one step")
+    epoch = max(together(peers))
+    for peer in peers:
+        peer.wait_epoch(epoch)
+    assert len(digests(peers, epoch)) == 1
+
+
+def test_a_slow_peer_is_not_waited_for_and_still_contributes(swarm: Swarm) -> None:
+    quick, other, slow = swarm.start(
+        3, peers=[{}, {}, {"delay_s": 0.6, "delay_from_batch": 3}], trainer=ENDLESS, delay_s=0.02,
+        strategy={"target_batch_size": 64},
+    )  # fmt: skip
+    slow.wait_until(
+        lambda: sum(event["samples"] > 0 for event in slow.said("EpochCommitted")) >= 3, timeout_s=90, what="it gives"
+    )
+    rate = len(quick.commits) / len([one for one in slow.said("BatchAccumulated") if one["epoch"] > 0])
+    assert rate > 2, "the others waited for its batches"
+    assert other.commits
+
+
+def test_a_peer_alone_is_a_plain_trainer(swarm: Swarm) -> None:
+    (peer,) = swarm.start(1, together=False, strategy={"target_batch_size": 16}, trainer={"max_steps": 4})
+    swarm.finish()
+    for epoch in range(1, 5):
+        assert distance(peer.parameters(epoch), next_step([peer], epoch)) < 1e-7

@@ -1,0 +1,219 @@
+"""The giving side alone: when it copies, whom it answers, and that what it sends stays as it is. And over sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lightning_hivemind.engine.native.codecs import Exact
+from lightning_hivemind.engine.native.driver import Driver
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.handover import Handover
+from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.pace import Pace
+from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.protocol.peer import Peer
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.state import donor as donor_module
+from lightning_hivemind.engine.native.state import questions
+from lightning_hivemind.engine.native.state.donor import Donor
+from lightning_hivemind.engine.native.state.download import Downloads
+from lightning_hivemind.engine.native.state.questions import WantsDescription, WantsRange
+from lightning_hivemind.engine.native.state.snapshot import Snapshot, install, read_description, take
+from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.sink import Payload
+from swarm.town import Town, wait_for
+
+FIRST, SECOND = b"1" * 16, b"2" * 16
+
+
+def optimizer(seed: int, elements: int = 100) -> torch.optim.Optimizer:
+    torch.manual_seed(seed)
+    return torch.optim.SGD([torch.nn.Parameter(torch.randn(elements))], lr=0.1)
+
+
+def snapshot(seed: int) -> Snapshot:
+    return take(optimizer(seed), [], [], Head(epoch=seed, lineage=b"x" * 16, samples=100))
+
+
+class Giver:
+    """A donor, and what it has sent. Its state is the next of ``states``; the last one stays."""
+
+    def __init__(self, *states: Snapshot | None) -> None:
+        self.states, self.sent = list(states), list[tuple[str, Header, bytes]]()
+        self.known: list[Snapshot | None] = []
+        self.donor = Donor(self._send, self._copy)
+
+    def _send(self, peer: str, header: Header, payload: Payload) -> None:
+        self.sent.append((peer, header, b"".join(payload)))
+
+    def _copy(self, known: Snapshot | None) -> Snapshot | None:
+        self.known.append(known)
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    def answers(self, count: int) -> list[tuple[str, bytes, int, bytes]]:
+        """To whom, in which download, which number, what; once there are ``count``."""
+        wait_for(lambda: len(self.sent) >= count, f"{count} answers")
+        assert all(header.kind is Kind.STATE and header.length == len(data) for _, header, data in self.sent)
+        return [(peer, header.round, header.chunk, data) for peer, header, data in self.sent]
+
+
+Give = Callable[..., Giver]
+
+
+@pytest.fixture
+def give() -> Iterator[Give]:
+    before, givers = set(threading.enumerate()), list[Giver]()
+
+    def make(*states: Snapshot | None) -> Giver:
+        givers.append(Giver(*states))
+        return givers[-1]
+
+    yield make
+    for giver in givers:
+        giver.donor.stop()
+    wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")
+
+
+def test_a_description_then_its_bytes(give: Give) -> None:
+    state = snapshot(1)
+    giver = give(state)
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    assert giver.answers(1) == [("joiner", FIRST, 0, state.description)]
+    giver.donor.asked("joiner", FIRST, WantsRange(state.digest, 0))
+    assert giver.answers(2)[1] == ("joiner", FIRST, 1, bytes(state.memory.numpy()))
+
+
+@pytest.mark.parametrize("number", [1, 2**64 - 1])
+def test_a_range_that_is_not_there(give: Give, number: int) -> None:
+    giver = give(snapshot(1))
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(1)
+    giver.donor.asked("joiner", FIRST, WantsRange(snapshot(1).digest, number))
+    assert giver.answers(2)[1] == ("joiner", FIRST, 0, b"")
+
+
+def test_a_range_of_another_state_or_of_none(give: Give) -> None:
+    giver = give(snapshot(1))
+    giver.donor.asked("joiner", FIRST, WantsRange(snapshot(1).digest, 0))
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(2)
+    giver.donor.asked("joiner", FIRST, WantsRange(snapshot(2).digest, 0))
+    assert [answer[2:] for answer in giver.answers(3)] == [(0, b""), (0, snapshot(1).description), (0, b"")]
+
+
+def test_who_has_no_state_says_so(give: Give) -> None:
+    giver = give(None)
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    assert giver.answers(1) == [("joiner", FIRST, 0, b"")]
+
+
+def test_the_copy_that_is_there_is_offered_again(give: Give) -> None:
+    """Whether it is still right is for the one who copies to say."""
+    first, second = snapshot(1), snapshot(2)
+    giver = give(first, second)
+    for number in (1, 2):
+        giver.donor.asked("joiner", FIRST, WantsDescription())
+        giver.answers(number)
+    assert [one is state for one, state in zip(giver.known, (None, first), strict=True)] == [True, True]
+    assert giver.sent[1][2] == second.description
+
+
+def test_a_copy_that_nobody_asks_for_is_dropped(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(donor_module, "KEPT_S", 0.05)
+    giver = give(snapshot(1))
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(1)
+
+    def gone() -> bool:
+        count = len(giver.sent)
+        giver.donor.asked("joiner", FIRST, WantsDescription())
+        giver.answers(count + 1)
+        threading.Event().wait(0.2)
+        return giver.known[-1] is None and len(giver.known) > 1
+
+    wait_for(gone, "the copy is dropped")
+
+
+def test_of_two_downloads_of_one_peer_the_later_is_answered(give: Give) -> None:
+    giver, copying, go_on = give(snapshot(1)), threading.Event(), threading.Event()
+    plain = giver._copy
+
+    def slow(known: Snapshot | None) -> Snapshot | None:
+        copying.set()
+        go_on.wait(10)
+        return plain(known)
+
+    donor = Donor(giver._send, slow)
+    donor.asked("another", FIRST, WantsDescription())
+    assert copying.wait(10)
+    donor.asked("joiner", FIRST, WantsDescription())
+    donor.asked("joiner", SECOND, WantsDescription())
+    donor.asked("gone", FIRST, WantsDescription())
+    donor.lost("gone")
+    go_on.set()
+    assert [answer[:2] for answer in giver.answers(2)] == [("another", FIRST), ("joiner", SECOND)]
+    donor.stop()
+
+
+def test_who_joins_next_does_not_end_the_download_of_another(give: Give) -> None:
+    """Where a download takes longer than a step, two that join at once would begin anew for ever."""
+    giver = give(snapshot(1), snapshot(2))
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(1)
+    giver.donor.asked("next", SECOND, WantsDescription())
+    giver.answers(2)
+    giver.donor.asked("joiner", FIRST, WantsRange(snapshot(1).digest, 0))
+    assert giver.answers(3)[2] == ("joiner", FIRST, 1, bytes(snapshot(1).memory.numpy()))
+
+
+# ---------------------------------------------------------------------- over sockets
+
+
+class Inhabitant:
+    """A peer of a town, with everything that takes part in handing over a state; no round is ever due."""
+
+    def __init__(self, name: str, town: Town, state: Snapshot | None) -> None:
+        gradients = Gradients(name, [], Statistics([]), max_staleness=1)
+        handover = Handover(name, gradients, Pace(64, longest_s=1.0), reduces=True, gives=True)
+        settings = Settings(run="run", target_samples=64, chunks=1)
+        self.driver = Driver(Peer(settings, name, b"life"), handover, Layout(1), Exact())
+        links = town.add(name, self.driver)
+        self.donor, self.downloads = Donor(links.send, lambda known: state), Downloads(links.send, 10.0)
+        self.driver.start(links, self.donor, self.downloads)
+
+    def close(self) -> None:
+        self.donor.stop()
+        self.driver.stop(5.0)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["all stay", "one leaves"])
+@pytest.mark.parametrize("secure", [True, False], ids=["TLS", "in the clear"])
+def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) -> None:
+    before, town = set(threading.enumerate()), Town(secure=secure)
+    elements = 5 * questions.RANGE_BYTES // 4 + 17
+    state = take(optimizer(1, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=100))
+    joiner = optimizer(2, elements)
+    donors = [Inhabitant(name, town, state) for name in ("a", "b")]
+    new = Inhabitant("joiner", town, None)
+
+    def read(data: memoryview) -> object:
+        if leaves:
+            donors[0].close()
+        return read_description(data, joiner, [], [])
+
+    try:
+        found = new.downloads.fetch(["a", "b"], read, 20.0, lambda: False)  # type: ignore[arg-type]
+        assert found is not None
+        description, memory = found
+        assert torch.equal(memory, state.memory)
+        install(description, memory, joiner, [], [])
+        assert torch.equal(joiner.param_groups[0]["params"][0], optimizer(1, elements).param_groups[0]["params"][0])
+    finally:
+        for one in (*donors, new):
+            one.close()
+    wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")

@@ -1,0 +1,326 @@
+"""What passes between the thread of the rounds and the training thread: steps in order, debts, and what is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.native import handover as handover_module
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.handover import Handover
+from lightning_hivemind.engine.native.pace import Pace
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.statistics import Statistics
+
+ROOT = Head.root("run", "founder")
+AVERAGE = torch.ones(3)
+
+
+class Desk:
+    """A handover with its gradients, and the chain of commits that a test makes."""
+
+    def __init__(self, *, gives: bool = True, reduces: bool = True) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.gradients = Gradients("me", [self.weight], Statistics([]), max_staleness=1)
+        self.pace = Pace(64, longest_s=10.0)
+        self.handover = Handover("me", self.gradients, self.pace, reduces=reduces, gives=gives)
+        self.tip = ROOT
+        self.handover.adopted(ROOT)
+
+    def add(self, samples: int, epoch: int | None = None) -> int:
+        self.weight.grad = torch.ones(3)
+        return self.gradients.add(samples, self.tip.epoch if epoch is None else epoch)
+
+    def commit(self, *contributions: Contribution, average: Tensor | None = AVERAGE) -> Commit:
+        """The next of the chain, decided."""
+        made = commit_on(self.tip, *contributions)
+        self.handover.committed(made, average)
+        self.tip = made.head
+        return made
+
+    def give(self) -> Contribution:
+        contribution = self.handover.give().offer.contribution
+        assert contribution is not None
+        return contribution
+
+
+def commit_on(parent: Head, *contributions: Contribution, digest: bytes = b"d") -> Commit:
+    others = Contribution(peer="other", number=1, samples=32)
+    return Commit(round=bytes(16), parent=parent, contributions=(*contributions, others), digest=digest)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def test_a_step_says_what_is_averaged_and_how_much_of_it_is_this_peers(desk: Desk) -> None:
+    desk.add(8)
+    commit = desk.commit(desk.give())
+    step = desk.handover.next_step(ROOT)
+    assert step is not None
+    assert (step.commit, step.mine) == (commit, 8)
+    assert step.average is AVERAGE
+    assert step.began <= time.monotonic()
+    assert desk.handover.next_step(commit.head) is None
+
+
+def test_steps_come_in_order_and_only_onto_their_parent(desk: Desk) -> None:
+    first, second = desk.commit(), desk.commit()
+    made = desk.handover.next_step(ROOT)
+    assert made is not None
+    assert made.commit == first
+    assert desk.handover.next_step(ROOT) is None, "the second does not lead on from the root"
+    made = desk.handover.next_step(first.head)
+    assert made is not None
+    assert made.commit == second
+
+
+def test_a_step_of_another_lineage_is_not_made(desk: Desk) -> None:
+    desk.commit()
+    stranger = Head(epoch=ROOT.epoch, lineage=b"?" * 16, samples=ROOT.samples)
+    assert desk.handover.next_step(stranger) is None
+    assert not desk.handover.ready(stranger)
+
+
+def test_steps_that_a_fetched_state_has_are_left_out(desk: Desk) -> None:
+    commits = [desk.commit() for _ in range(3)]
+    made = desk.handover.next_step(commits[1].head)
+    assert made is not None
+    assert made.commit == commits[2]
+
+
+def test_there_is_something_to_do_when_a_step_leads_on(desk: Desk) -> None:
+    assert not desk.handover.ready(ROOT)
+    commit = desk.commit()
+    assert desk.handover.ready(ROOT)
+    assert not desk.handover.ready(commit.head)
+
+
+# ---------------------------------------------------------------------- debts
+
+
+def test_a_step_without_its_average_makes_the_peer_owe_a_state(desk: Desk) -> None:
+    desk.commit()
+    desk.commit(average=None)
+    assert desk.handover.owes
+    assert desk.handover.ready(desk.tip)
+    assert desk.handover.next_step(ROOT) is None, "where it leads is not where the swarm is"
+
+
+def test_who_owes_a_state_gives_nothing_and_is_not_waited_for_and_keeps_what_rounds_bring(desk: Desk) -> None:
+    desk.add(8)
+    assert desk.handover.samples == 8
+    owing = desk.commit(average=None)
+    assert desk.handover.samples == 0
+    assert desk.handover.ready_at(5.0) == 5.0
+    given = desk.handover.give()
+    assert (given.offer.contribution, given.values) == (None, None)
+    desk.commit()
+    made = desk.handover.next_step(owing.head)
+    assert made is not None
+
+
+def test_a_debt_is_settled_where_the_swarm_is_and_not_before(desk: Desk) -> None:
+    owing = desk.commit(average=None)
+    later = desk.commit()
+    assert not desk.handover.settle(owing.head)
+    assert desk.handover.owes
+    assert desk.handover.next_step(owing.head) is not None
+    assert desk.handover.settle(later.head)
+    assert not desk.handover.owes
+
+
+def test_more_steps_than_there_is_memory_for_are_a_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover_module, "WAITING_BYTES", 4 * 3 * 5)
+    desk = Desk()
+    commits = [desk.commit() for _ in range(5)]
+    assert not desk.handover.owes
+    commits.append(desk.commit())
+    assert desk.handover.owes
+    assert desk.handover.next_step(ROOT) is None
+    made = desk.handover.next_step(commits[0].head)
+    assert made is not None
+    assert made.commit == commits[1]
+
+
+def test_who_follows_others_owes_their_state_and_forgets_the_steps_of_before(desk: Desk) -> None:
+    desk.commit()
+    desk.handover.behind(Head(epoch=9, lineage=b"y" * 16, samples=900), ())
+    assert desk.handover.owes
+    assert desk.handover.next_step(ROOT) is None
+
+
+def test_who_adopts_a_head_owes_nothing(desk: Desk) -> None:
+    desk.handover.behind(Head(epoch=9, lineage=b"y" * 16, samples=900), ())
+    desk.handover.adopted(ROOT)
+    assert not desk.handover.owes
+    assert desk.handover.settle(ROOT)
+
+
+def test_who_goes_on_from_its_own_state_after_all_counts_its_batches(desk: Desk) -> None:
+    """It followed peers that are 9 steps ahead; they are gone; all its batches would be too old, for ever."""
+    desk.handover.behind(Head(epoch=9, lineage=b"y" * 16, samples=900), ())
+    desk.handover.adopted(ROOT)
+    assert desk.add(8) == 0
+    assert desk.handover.samples == 8
+
+
+# ---------------------------------------------------------------------- what is lost
+
+
+def test_what_is_lost_is_counted_once(desk: Desk) -> None:
+    desk.add(8)
+    desk.commit()
+    assert desk.handover.take_lost() == 0, "one step behind is not too old"
+    desk.commit()
+    desk.add(5, epoch=1)
+    assert desk.handover.take_lost() == 8
+    assert desk.handover.take_lost() == 0
+
+
+def test_what_is_lost_adds_up(desk: Desk) -> None:
+    desk.add(8)
+    desk.commit()
+    desk.add(5)
+    desk.commit()
+    desk.commit()
+    lost = desk.handover.take_lost()
+    assert lost + desk.gradients.samples == 13
+
+
+def test_who_follows_on_an_unknown_way_loses_everything(desk: Desk) -> None:
+    desk.add(8)
+    desk.give()
+    desk.add(3)
+    desk.handover.behind(Head(epoch=1, lineage=b"y" * 16, samples=900), ())
+    assert desk.handover.take_lost() == 11
+    assert desk.gradients.samples == 0
+
+
+def test_who_follows_by_commits_loses_nothing_that_they_have(desk: Desk) -> None:
+    desk.add(8)
+    given = desk.give()
+    desk.add(3)
+    commit = commit_on(ROOT, given)
+    desk.handover.behind(commit.head, (commit,))
+    assert desk.handover.take_lost() == 0
+    assert desk.gradients.samples == 3
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+def test_what_is_given_says_what_this_peer_can_and_wants() -> None:
+    desk = Desk(reduces=False)
+    desk.handover.stop_wanted = True
+    desk.add(8)
+    given = desk.handover.give()
+    assert (given.offer.reduces, given.offer.stop) == (False, True)
+    assert given.values is not None
+    assert given.values.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_who_does_not_train_gives_nothing() -> None:
+    desk = Desk(gives=False)
+    desk.add(8)
+    assert desk.handover.samples == 0
+    assert desk.handover.give().offer.contribution is None
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda desk: desk.handover.returned("why", begun=True),
+        lambda desk: desk.commit(),
+        lambda desk: desk.handover.behind(ROOT, ()),
+        lambda desk: desk.handover.adopted(ROOT),
+    ],
+    ids=["returned", "committed", "behind", "adopted"],
+)
+def test_a_round_is_under_way_until_it_ends_and_whoever_waits_is_woken(end: Callable[[Desk], object]) -> None:
+    desk, woken = Desk(), threading.Event()
+    desk.handover.give()
+    assert desk.handover.under_way
+
+    def waits() -> None:
+        with desk.handover.changed:
+            assert desk.handover.changed.wait_for(lambda: not desk.handover.under_way, 10.0)
+        woken.set()
+
+    thread = threading.Thread(target=waits, daemon=True)
+    thread.start()
+    end(desk)
+    assert woken.wait(5.0)
+    thread.join()
+
+
+def test_a_round_that_came_to_nothing_is_told_once_and_what_was_given_is_given_again(desk: Desk) -> None:
+    desk.add(8)
+    first = desk.give()
+    desk.handover.returned("the coordinator is gone", begun=True)
+    assert desk.handover.take_failure() == "the coordinator is gone"
+    assert desk.handover.take_failure() is None
+    again = desk.give()
+    assert (again.samples, again.number > first.number) == (8, True)
+
+
+def test_a_failure_that_the_next_commit_has_mended_is_not_told(desk: Desk) -> None:
+    desk.handover.give()
+    desk.handover.returned("why", begun=True)
+    desk.commit()
+    assert desk.handover.take_failure() is None
+
+
+def test_a_batch_under_way_is_waited_for_and_none_is_not(desk: Desk) -> None:
+    now = time.monotonic()
+    assert desk.handover.ready_at(now) == now
+    desk.handover.returned("", begun=False)
+    assert desk.handover.begin_batch(ROOT, wait=True)
+    assert desk.handover.ready_at(time.monotonic()) > time.monotonic()
+    assert not desk.handover.under_way, "it is the batch that is waited for, and no round yet"
+    desk.handover.end_batch()
+    now = time.monotonic()
+    assert desk.handover.ready_at(now) == now
+    assert desk.handover.under_way
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_batch_begins_while_there_is_something_to_do(desk: Desk, wait: bool) -> None:
+    assert desk.handover.begin_batch(ROOT, wait=wait)
+    desk.handover.end_batch()
+    step = desk.commit()
+    assert not desk.handover.begin_batch(ROOT, wait=wait)
+    assert desk.handover.next_step(ROOT) is not None
+    assert desk.handover.begin_batch(step.head, wait=wait)
+    desk.handover.end_batch()
+    desk.commit(average=None)
+    assert not desk.handover.begin_batch(desk.tip, wait=wait)
+
+
+def test_no_batch_begins_in_a_round_but_of_a_peer_that_does_not_wait(desk: Desk) -> None:
+    desk.handover.give()
+    assert not desk.handover.begin_batch(ROOT, wait=True)
+    assert desk.handover.begin_batch(ROOT, wait=False)
+    desk.handover.returned("", begun=False)
+    assert desk.handover.begin_batch(ROOT, wait=True)
+
+
+def test_who_is_alone_does_not_hold(desk: Desk) -> None:
+    for _ in range(3):
+        assert desk.handover.begin_batch(desk.tip, wait=True)
+        desk.handover.end_batch()
+        desk.add(8)
+        made = Commit(round=bytes(16), parent=desk.tip, contributions=(desk.give(),), digest=b"d")
+        desk.handover.committed(made, AVERAGE)
+        desk.tip = made.head
+    desk.add(8)
+    assert desk.handover.hold_until() <= time.monotonic()

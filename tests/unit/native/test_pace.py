@@ -1,0 +1,135 @@
+"""Who waits for whom: peers of like speed for one another, nobody for a slow one."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hivemind.engine.native.pace import LEAST_S, OVERTIME, Pace
+
+TARGET, LONGEST_S = 100, 20.0
+
+
+def pace(*, batch_s: float, step_s: float, others: int, longest_s: float = LONGEST_S) -> tuple[Pace, float]:
+    """As it is after some batches and steps, and the time of the last step, between two batches."""
+    one, now = Pace(TARGET, longest_s=longest_s), 1000.0
+    for _ in range(3):
+        one.begin_batch(now - batch_s)
+        one.end_batch(now)
+    for number in range(4):
+        one.called(now + number * step_s)
+        one.step(others, now + number * step_s)
+    return one, now + 3 * step_s
+
+
+# ---------------------------------------------------------------------- in the middle of a batch
+
+
+def test_who_computes_nothing_joins_at_once() -> None:
+    assert Pace(TARGET, longest_s=LONGEST_S).join_at(5.0) == 5.0
+    one, now = pace(batch_s=1.0, step_s=1.0, others=50)
+    assert one.join_at(now + 9.0) == now + 9.0
+
+
+def test_a_batch_of_the_others_length_is_waited_for() -> None:
+    one, now = pace(batch_s=4.0, step_s=4.0, others=50)
+    one.begin_batch(now)
+    assert one.join_at(now + 1.0) == pytest.approx(now + OVERTIME * 4.0)
+    one.end_batch(now + 4.0)
+    assert one.join_at(now + 4.0) == now + 4.0
+
+
+def test_a_batch_longer_than_the_others_steps_is_not_waited_for() -> None:
+    one, now = pace(batch_s=4.0, step_s=2.0, others=50)
+    one.begin_batch(now)
+    assert one.join_at(now + 0.1) == now + 0.1
+
+
+def test_the_first_batch_is_waited_for_but_not_long() -> None:
+    one = Pace(TARGET, longest_s=LONGEST_S)
+    one.begin_batch(0.0)
+    assert one.join_at(0.5) - 0.5 <= LEAST_S
+    assert one.join_at(0.5) > 0.5
+
+
+def test_a_batch_that_does_not_end_is_waited_for_no_longer_than_anybody() -> None:
+    one, now = pace(batch_s=10.0, step_s=10.0, others=50, longest_s=3.0)
+    one.begin_batch(now)
+    assert one.join_at(now + 1.0) == pytest.approx(now + 1.0 + 3.0)
+    one, now = pace(batch_s=4.0, step_s=4.0, others=50)
+    one.begin_batch(now)
+    assert one.join_at(now + 1000.0) <= now + 1000.0 + LEAST_S
+
+
+def test_who_waits_for_nobody_joins_at_once() -> None:
+    one, now = pace(batch_s=4.0, step_s=4.0, others=50, longest_s=0.0)
+    one.begin_batch(now)
+    assert one.join_at(now + 1.0) == now + 1.0
+
+
+def test_a_slow_peer_that_becomes_quick_is_waited_for_again() -> None:
+    one, now = pace(batch_s=40.0, step_s=2.0, others=50)
+    batches = 0
+    while one.join_at(now) == now:
+        one.begin_batch(now)
+        one.end_batch(now := now + 1.0)
+        one.begin_batch(now)
+        batches += 1
+        assert batches < 30
+    assert batches > 1, "it never was slow"
+
+
+def test_a_batch_that_nobody_began_is_none() -> None:
+    one, now = pace(batch_s=1.0, step_s=1.0, others=50)
+    one.end_batch(now + 500.0)
+    one.begin_batch(now + 500.0)
+    assert one.join_at(now + 500.0) > now + 500.0
+
+
+# ---------------------------------------------------------------------- between two batches
+
+
+def test_who_would_miss_the_target_with_another_batch_holds() -> None:
+    """Two equal peers: this one has finished its batch a little before the other."""
+    one, now = pace(batch_s=2.0, step_s=2.0, others=50)
+    now += 1.9
+    assert now + 0.1 <= one.hold_until(50, now) <= now + 0.1 + 2.0
+
+
+def test_when_the_target_is_reached_already_nobody_begins_a_batch() -> None:
+    one, now = pace(batch_s=2.0, step_s=2.0, others=50)
+    assert one.hold_until(TARGET, now) == pytest.approx(now + 2.0)
+
+
+def test_while_there_is_time_for_a_batch_it_is_begun() -> None:
+    one, now = pace(batch_s=1.0, step_s=10.0, others=50)
+    assert one.hold_until(10, now + 1.0) == now + 1.0
+
+
+def test_a_slow_peer_holds_when_the_target_is_near_and_no_longer_than_anybody() -> None:
+    one, now = pace(batch_s=100.0, step_s=10.0, others=90, longest_s=5.0)
+    assert one.hold_until(10, now + 9.0) == now + 9.0 + 5.0
+
+
+@pytest.mark.parametrize("samples", [0, 40])
+def test_who_is_alone_never_holds(samples: int) -> None:
+    one, now = pace(batch_s=2.0, step_s=2.0, others=0)
+    assert one.hold_until(samples, now + 1.9) == now + 1.9
+
+
+def test_who_has_nothing_to_give_does_not_hold() -> None:
+    one, now = pace(batch_s=2.0, step_s=2.0, others=90)
+    assert one.hold_until(0, now + 1.9) == now + 1.9
+
+
+def test_who_knows_nothing_yet_does_not_hold() -> None:
+    one = Pace(TARGET, longest_s=LONGEST_S)
+    assert one.hold_until(50, 3.0) == 3.0
+    one.begin_batch(0.0)
+    one.end_batch(1.0)
+    one.step(50, 1.0)
+    assert one.hold_until(50, 3.0) == 3.0
+
+
+def test_steps_at_one_instant_are_no_speed() -> None:
+    one, now = pace(batch_s=2.0, step_s=0.0, others=50)
+    assert one.hold_until(50, now) == now

@@ -1,0 +1,259 @@
+"""A training state as bytes and back: whole, checked, and harmless where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.snapshot import Description, install, read_description, take, verify
+from lightning_hivemind.errors import StateError
+
+HEAD = Head(epoch=3, lineage=b"x" * 16, samples=300)
+Kind = Callable[[list[Tensor]], Optimizer]
+KINDS: dict[str, Kind] = {
+    "SGD": lambda params: SGD(params, lr=0.1),
+    "SGD with momentum": lambda params: SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda params: AdamW(params, lr=0.1),
+    "AdamW with amsgrad": lambda params: AdamW(params, lr=0.1, betas=(0.8, 0.99), amsgrad=True),
+    "Adam, rate a tensor": lambda params: Adam(params, lr=torch.tensor(0.1), foreach=False),
+    "RMSprop": lambda params: RMSprop(params, lr=0.1, centered=True, momentum=0.5),
+    "Adagrad": lambda params: Adagrad(params, lr=0.1),
+}
+
+
+def adamw(params: list[Tensor]) -> Optimizer:
+    return AdamW(params, lr=0.1, amsgrad=True)
+
+
+def parameters(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """One of several dimensions, a frozen one, one of half the precision, a number, an empty one."""
+    torch.manual_seed(seed)
+    shapes = ((4, 3), (3,), (5,), (), (0, 2))
+    params = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    params[1].requires_grad_(False)
+    params[2] = torch.nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+    return params
+
+
+def owned(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def train(optimizer: Optimizer, steps: int, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        for parameter in owned(optimizer):
+            if parameter.requires_grad:
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+
+def transfer(donor: Optimizer, joiner: Optimizer, mine: list[Tensor], theirs: list[Tensor]) -> Description:
+    snapshot = take(donor, mine, [], HEAD)
+    description, memory = read_description(snapshot.description, joiner, theirs, []), snapshot.memory.clone()
+    assert verify(description, memory)
+    install(description, memory, joiner, theirs, [])
+    memory.fill_(255)  # it is not used any more
+    return description
+
+
+def bits(tensor: Tensor) -> list[int]:
+    found: list[int] = tensor.detach().clone().flatten().view(torch.uint8).tolist()
+    return found
+
+
+def contents(optimizer: Optimizer) -> dict[str, tuple[Any, ...]]:
+    """Everything that is in it, to be compared bit for bit."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for index, parameter in enumerate(owned(optimizer)):
+        for name, value in {"itself": parameter, **optimizer.state.get(parameter, {})}.items():
+            plain = (bits(value), value.dtype, value.shape) if isinstance(value, Tensor) else (value,)
+            found[f"{index}.{name}"] = plain
+    for index, group in enumerate(optimizer.param_groups):
+        found[f"group {index}"] = tuple((k, type(v), str(v)) for k, v in sorted(group.items()) if k != "params")
+    return found
+
+
+# ---------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_who_takes_a_state_goes_on_bit_for_bit_as_who_gave_it(kind: Kind, steps: int) -> None:
+    donor, joiner = kind(parameters(1)), kind(parameters(2))
+    train(donor, steps)
+    assert contents(donor) != contents(joiner)
+    transfer(donor, joiner, [], [])
+    assert contents(donor) == contents(joiner)
+    train(donor, 3, seed=7)
+    train(joiner, 3, seed=7)
+    assert contents(donor) == contents(joiner)
+
+
+def test_what_the_taker_had_learned_itself_is_gone() -> None:
+    donor, joiner = adamw(parameters(1)), adamw(parameters(2))
+    train(joiner, 2)
+    transfer(donor, joiner, [], [])
+    assert contents(donor) == contents(joiner)
+    assert not joiner.state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_number_that_an_optimizer_keeps_has_its_own_precision(dtype: torch.dtype) -> None:
+    """NAdam's mu_product is float32 whatever the parameter is: else the two peers drift apart."""
+    donor, joiner = (NAdam(parameters(seed, dtype)[:1], lr=0.1) for seed in (1, 2))
+    train(donor, 3)
+    transfer(donor, joiner, [], [])
+    assert contents(donor) == contents(joiner)
+
+
+def test_tensors_of_all_sorts_come_along() -> None:
+    mine = [
+        torch.tensor(41),
+        torch.tensor([True, False, True]),
+        torch.arange(12, dtype=torch.float64).view(3, 4).t(),
+        torch.tensor([float("nan"), float("inf"), -0.0], dtype=torch.float16),
+        torch.empty(0),
+        torch.arange(7, dtype=torch.int8),
+    ]
+    theirs = [torch.zeros_like(one) for one in mine]
+    kept = theirs[2].data_ptr()
+    transfer(SGD(parameters(1), lr=0.1), SGD(parameters(2), lr=0.1), mine, theirs)
+    assert [bits(one) for one in theirs] == [bits(one) for one in mine]
+    assert theirs[2].data_ptr() == kept, "the model holds the old tensor still"
+
+
+def test_rates_are_the_donors_and_settings_keep_their_types() -> None:
+    mine, theirs = parameters(1), parameters(2)
+    donor = AdamW([{"params": mine[:2], "lr": 0.5}, {"params": mine[2:]}], lr=0.25, betas=(0.5, 0.75))
+    rates = [torch.tensor(0.0), 0.0]
+    joiner = AdamW([{"params": theirs[:2], "lr": rates[0]}, {"params": theirs[2:]}], lr=0.0, foreach=False)
+    donor.param_groups[0]["foreach"] = donor.param_groups[1]["foreach"] = False
+    transfer(donor, joiner, [], [])
+    first, second = joiner.param_groups
+    assert isinstance(first["lr"], Tensor)
+    assert (float(first["lr"]), second["lr"]) == (0.5, 0.25)
+    assert first["betas"] == second["betas"] == (0.5, 0.75)
+    assert [len(group["params"]) for group in joiner.param_groups] == [2, 3]
+    assert first["params"][0] is theirs[0]
+
+
+def test_settings_that_go_with_a_device_stay_the_takers() -> None:
+    donor, joiner = adamw(parameters(1)), adamw(parameters(2))
+    donor.param_groups[0]["capturable"] = True  # as on a GPU
+    transfer(donor, joiner, [], [])
+    train(joiner, 1)
+
+
+def test_a_snapshot_does_not_change_when_training_goes_on() -> None:
+    donor, tensor = adamw(parameters(1)), torch.zeros(3)
+    train(donor, 1)
+    snapshot = take(donor, [tensor], [], HEAD)
+    before = snapshot.memory.clone()
+    train(donor, 2)
+    tensor.add_(1)
+    assert torch.equal(snapshot.memory, before)
+    assert snapshot.memory.dtype == torch.uint8
+
+
+def test_equal_states_are_equal_bytes() -> None:
+    first, second = adamw(parameters(1)), adamw(parameters(1))
+    train(first, 2)
+    train(second, 2)
+    assert take(first, [], [], HEAD).digest == take(second, [], [], HEAD).digest
+    train(second, 1)
+    assert take(first, [], [], HEAD).digest != take(second, [], [], HEAD).digest
+
+
+def test_a_description_says_whose_it_is_and_how_much() -> None:
+    donor = adamw(parameters(1))
+    train(donor, 1)
+    snapshot = take(donor, [], [], HEAD)
+    description = read_description(memoryview(snapshot.description), donor, [], [])
+    assert description.head == snapshot.head == HEAD
+    assert description.size == snapshot.memory.numel()
+    assert description.digest == snapshot.digest
+
+
+def test_one_wrong_bit_is_found() -> None:
+    donor = adamw(parameters(1))
+    snapshot = take(donor, [], [], HEAD)
+    description, memory = read_description(snapshot.description, donor, [], []), snapshot.memory.clone()
+    memory[17] ^= 4
+    assert not verify(description, memory)
+
+
+# ---------------------------------------------------------------------- what cannot be handed over
+
+
+class Remembers(SGD):
+    """Keeps something besides tensors and numbers."""
+
+    what: object = "text"
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in owned(self):
+            self.state[parameter]["what"] = self.what
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("what", ["text", [1.0], {"a": 1}, object()], ids=["text", "list", "dict", "object"])
+def test_an_optimizer_that_keeps_other_things_is_refused_by_name(what: object) -> None:
+    donor = Remembers(parameters(1), lr=0.1)
+    donor.what = what
+    train(donor, 1)
+    with pytest.raises(StateError, match="Remembers keeps what"):
+        take(donor, [], [], HEAD)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [lambda: None, torch.float32, torch.tensor([0.1, 0.2]), {1, 2}],
+    ids=["function", "dtype", "two rates", "set"],
+)
+def test_a_setting_that_is_no_plain_value_is_refused(setting: object) -> None:
+    donor = SGD(parameters(1), lr=0.1)
+    donor.param_groups[0]["setting"] = setting
+    with pytest.raises(StateError):
+        take(donor, [], [], HEAD)
+
+
+def test_a_dtype_that_nobody_else_may_have_is_refused() -> None:
+    with pytest.raises(StateError, match="complex64"):
+        take(SGD(parameters(1), lr=0.1), [torch.zeros(2, dtype=torch.complex64)], [], HEAD)
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+MISFITS: dict[str, tuple[str, Callable[[], tuple[Optimizer, list[Tensor]]]]] = {
+    "another shape": (r"tensor 0 .*\(4, 3\), here .*\(3, 4\)", lambda: (adamw([matrix(3, 4), *parameters(1)[1:]]), [])),
+    "another precision": ("float32 .* here .*bfloat16", lambda: (adamw([matrix().bfloat16(), *parameters(1)[1:]]), [])),
+    "fewer parameters": ("5 parameters in 1 groups, here 4 in 1", lambda: (adamw(parameters(1)[:4]), [])),
+    "more parameters": ("here 6 in 1", lambda: (adamw([*parameters(1), torch.zeros(9)]), [])),
+    "more tensors": ("tensor", lambda: (adamw(parameters(1)), [torch.zeros(2)])),
+    "another optimizer": ("groups have", lambda: (SGD(parameters(1), lr=0.1, momentum=0.9), [])),
+    "more groups": ("1 groups, here 5 in 5", lambda: (AdamW([{"params": [one]} for one in parameters(1)]), [])),
+}
+
+
+def matrix(rows: int = 4, columns: int = 3) -> Tensor:
+    return torch.zeros(rows, columns)
+
+
+@pytest.mark.parametrize(("message", "other"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_of_another_training_is_refused_and_nothing_changes(
+    message: str, other: Callable[[], tuple[Optimizer, list[Tensor]]], steps: int
+) -> None:
+    donor, (joiner, tensors) = adamw(parameters(1)), other()
+    train(donor, steps)
+    before = contents(joiner)
+    with pytest.raises(StateError, match=message):
+        read_description(take(donor, [], [], HEAD).description, joiner, tensors, [])
+    assert contents(joiner) == before

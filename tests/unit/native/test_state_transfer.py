@@ -1,0 +1,341 @@
+"""A state on its way from several donors to a peer that joins, over a post office of threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_hivemind.engine.native.state import download, questions
+from lightning_hivemind.engine.native.state.download import WINDOW
+from lightning_hivemind.engine.native.state.questions import Question, WantsDescription, WantsRange
+from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Snapshot
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.errors import StateError
+from swarm.post_office import RANGE_BYTES, RANGES, STATE_BYTES, Office, honest, mute, read, snapshot
+from swarm.town import wait_for
+
+
+@pytest.fixture(autouse=True)
+def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "RANGE_BYTES", RANGE_BYTES)
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    before = set(threading.enumerate())
+    place = Office()
+    yield place
+    place.close()
+    wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")
+
+
+# ---------------------------------------------------------------------- all is well
+
+
+def test_a_state_arrives_whole_and_is_the_donors(office: Office) -> None:
+    source = snapshot(1)
+    office.add("a", source)
+    found = office.fetch()
+    assert found is not None
+    description, memory = found
+    assert torch.equal(memory, source.memory)
+    assert (description.head, description.size) == (source.head, STATE_BYTES)
+    assert office.ranges_of() == {"a": RANGES}
+
+
+def test_donors_that_have_the_same_bytes_share_the_work(office: Office) -> None:
+    for name in "abc":
+        office.add(name, snapshot(1))
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(1).memory)
+    shares = office.ranges_of()
+    assert sum(shares.values()) == RANGES, "a range was asked for twice"
+    assert all(shares[name] >= WINDOW for name in "abc")
+
+
+def test_one_after_the_other(office: Office) -> None:
+    states = [snapshot(1), snapshot(2)]
+    office.add("a", lambda known: states.pop(0))
+    for seed in (1, 2):
+        found = office.fetch()
+        assert found is not None
+        assert torch.equal(found[1], snapshot(seed).memory)
+
+
+def test_the_state_with_most_samples_is_taken_from_those_that_have_it(office: Office) -> None:
+    office.add("a", snapshot(1, samples=100))
+    office.add("b", snapshot(1, samples=100))
+    office.add("c", snapshot(2, samples=101))
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(2).memory)
+    assert set(office.ranges_of()) == {"c"}
+
+
+def test_of_states_with_as_many_samples_most_donors_decide(office: Office) -> None:
+    most = min((1, 2, 3), key=lambda seed: snapshot(seed).digest)  # it would not decide
+    others = [seed for seed in (1, 2, 3) if seed != most]
+    for name, seed in zip("abcdefg", (*others, most, *others, most, most), strict=True):
+        office.add(name, snapshot(seed))
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(most).memory)
+    assert set(office.ranges_of()) == set("cfg")
+
+
+# ---------------------------------------------------------------------- donors that have nothing, or something else
+
+
+def test_nobody_has_a_state(office: Office) -> None:
+    office.add("a", None)
+    office.add("b", None)
+    start = time.monotonic()
+    assert office.fetch() is None
+    assert time.monotonic() - start < 2.0
+
+
+def test_one_has_none_and_another_has(office: Office) -> None:
+    office.add("a", None)
+    office.add("b", snapshot(1))
+    assert office.fetch() is not None
+    assert set(office.ranges_of()) == {"b"}
+
+
+def test_a_state_that_cannot_be_copied_is_none(office: Office) -> None:
+    def fails(known: Snapshot | None) -> Snapshot | None:
+        raise StateError("this optimizer keeps strange things")
+
+    office.add("a", fails)
+    assert office.fetch() is None
+    assert office.fetch() is None, "the donor has ended"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_copy_that_fails_otherwise_is_none_and_the_next_one_is_given(office: Office) -> None:
+    failures = [RuntimeError("out of memory")]
+
+    def fails_once(known: Snapshot | None) -> Snapshot | None:
+        if failures:
+            raise failures.pop()
+        return snapshot(1)
+
+    office.add("a", fails_once)
+    assert office.fetch(timeout_s=1.0) is None
+    assert office.fetch(timeout_s=1.0) is not None
+
+
+def test_a_state_that_does_not_fit_is_passed_over(office: Office) -> None:
+    office.add("a", snapshot(1, samples=999, elements=7))
+    office.add("b", snapshot(1))
+    found = office.fetch()
+    assert found is not None
+    assert set(office.ranges_of()) == {"b"}
+
+
+def test_only_states_that_do_not_fit(office: Office) -> None:
+    office.add("a", snapshot(1, elements=7))
+    with pytest.raises(StateError, match="must train the same model"):
+        office.fetch()
+
+
+def test_bytes_that_are_not_those_of_the_description(office: Office) -> None:
+    office.add_rogue("a", honest("a", snapshot(1), instead=lambda n: bytes(RANGE_BYTES) if n == 3 else None))
+    with pytest.raises(StateError, match="not the one that they described"):
+        office.fetch()
+
+
+def test_an_answer_of_another_length_is_refused_and_the_range_comes_from_another(office: Office) -> None:
+    office.add_rogue("a", honest("a", snapshot(1), instead=lambda n: bytes(RANGE_BYTES + 1)))
+    office.add("b", snapshot(1))
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(1).memory)
+    assert office.refused == [f"{RANGE_BYTES + 1} bytes of a state, {RANGE_BYTES} were asked for"] * WINDOW
+
+
+def test_ranges_that_nobody_asked_for_pass_by(office: Office) -> None:
+    good = honest("a", snapshot(1))
+    unasked = (RANGES - 1, RANGES, 2**32 - 2)
+
+    def pushy(office: Office, download: bytes, question: Question) -> None:
+        good(office, download, question)
+        if question == WantsDescription() or question == WantsRange(snapshot(1).digest, 0):
+            for number in unasked:
+                office.answer("a", download, 1 + number, b"?" * RANGE_BYTES)
+
+    office.add_rogue("a", pushy)
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(1).memory)
+    assert office.passed_by == 2 * len(unasked)
+
+
+def test_who_was_not_asked_is_not_heard(office: Office) -> None:
+    def speaks_for_another(office: Office, download: bytes, question: Question) -> None:
+        office.answer("b", download, 0, snapshot(2, samples=999).description)
+
+    office.add_rogue("a", speaks_for_another)
+    office.add("b", snapshot(2))
+    assert office.fetch("a", timeout_s=0.5) is None
+    assert office.passed_by == 1
+
+
+def test_a_description_that_is_too_long_is_refused_before_it_is_read(office: Office) -> None:
+    length = MAX_DESCRIPTION_BYTES + 1
+
+    def endless(office: Office, download: bytes, question: Question) -> None:
+        office.bring("a", Header(kind=Kind.STATE, round=download, length=length), b"it begins")
+
+    office.add_rogue("a", endless)
+    office.add("b", snapshot(1))
+    assert office.fetch() is not None
+    assert office.refused == [f"a description of {length} bytes; at most {MAX_DESCRIPTION_BYTES} are read"]
+
+
+# ---------------------------------------------------------------------- donors that go
+
+
+@pytest.mark.parametrize("how", ["dies", "falls silent"])
+def test_a_donor_that_goes_half_way_is_replaced_by_the_others(office: Office, how: str) -> None:
+    served: list[int] = []
+
+    def goes(number: int) -> bytes | None:
+        served.append(number)
+        if len(served) < WINDOW:
+            return None
+        if how == "dies":
+            office.kill("a")
+        return b""
+
+    office.add_rogue("a", honest("a", snapshot(1), instead=goes))
+    office.add("b", snapshot(1))
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(1).memory)
+    assert sum(office.ranges_of().values()) > RANGES, "nothing had to be asked for again"
+
+
+@pytest.mark.parametrize("how", ["dies", "falls silent"])
+def test_the_only_donor_goes_half_way(office: Office, how: str) -> None:
+    def goes(number: int) -> bytes | None:
+        if number == 5 and how == "dies":
+            office.kill("a")
+        return b"" if number >= 5 else None
+
+    office.add_rogue("a", honest("a", snapshot(1), instead=goes))
+    start = time.monotonic()
+    with pytest.raises(StateError, match="went on, or left"):
+        office.fetch()
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_donor_that_dies_before_it_has_said_anything(office: Office) -> None:
+    office.add_rogue("a", lambda office, download, question: office.kill("a"))
+    assert office.fetch() is None
+
+
+def test_who_does_not_describe_its_state_is_not_waited_for_when_another_has(office: Office) -> None:
+    office.add_rogue("a", mute)
+    office.add("b", snapshot(1))
+    assert office.fetch() is not None
+    assert set(office.ranges_of()) == {"b"}
+
+
+def test_a_donor_that_says_nothing_at_all_is_not_waited_for(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "DESCRIPTION_S", 0.3)
+    office.add_rogue("a", mute)
+    start = time.monotonic()
+    assert office.fetch(timeout_s=30.0) is None
+    assert time.monotonic() - start < 5.0
+
+
+def test_time_is_up(office: Office) -> None:
+    office.add_rogue("a", mute)
+    start = time.monotonic()
+    assert office.fetch(timeout_s=0.2) is None
+    assert time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_who_is_to_stop_stops_waiting(office: Office, described: bool) -> None:
+    stop = threading.Event()
+
+    def interrupts(office: Office, download: bytes, question: Question) -> None:
+        if described and isinstance(question, WantsDescription):
+            office.answer("a", download, 0, snapshot(1).description)
+        else:
+            stop.set()
+
+    office.add_rogue("a", interrupts)
+    start = time.monotonic()
+    if described:
+        with pytest.raises(StateError):
+            office.downloads.fetch(["a"], read, 30.0, stop.is_set)
+    else:
+        assert office.downloads.fetch(["a"], read, 30.0, stop.is_set) is None
+    assert time.monotonic() - start < 5.0
+
+
+# ---------------------------------------------------------------------- states that go on
+
+
+def test_a_state_that_has_moved_on_is_fetched_anew(office: Office) -> None:
+    """Between the description and the ranges somebody else asks, and the donor copies its state of now."""
+    moved: list[Snapshot] = [snapshot(1), snapshot(2, samples=200)]
+    current: list[Snapshot | None] = [None]
+
+    def moves(office: Office, download: bytes, question: Question) -> None:
+        if isinstance(question, WantsDescription):
+            current[0] = moved.pop(0) if moved else current[0]
+        elif question.digest == snapshot(1).digest and question.number == 1:
+            current[0] = moved.pop(0)
+        source = current[0]
+        assert source is not None
+        if isinstance(question, WantsRange) and question.digest != source.digest:
+            office.answer("a", download, 0, b"")
+        else:
+            honest("a", source)(office, download, question)
+
+    office.add_rogue("a", moves)
+    with pytest.raises(StateError, match="went on, or left"):
+        office.fetch()
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(2).memory)
+    assert found[0].head.samples == 200
+
+
+def test_late_frames_of_the_download_before_change_nothing(office: Office) -> None:
+    first: list[bytes] = []
+
+    def late(office: Office, download: bytes, question: Question) -> None:
+        if not first:
+            first.append(download)
+        if download == first[0]:
+            return  # later
+        if isinstance(question, WantsRange):
+            office.answer("a", first[0], 1 + question.number, b"?" * RANGE_BYTES)
+            office.answer("a", first[0], 0, b"")
+        else:
+            office.answer("a", first[0], 0, snapshot(3, samples=999).description)
+        honest("a", snapshot(1))(office, download, question)
+
+    office.add_rogue("a", late)
+    assert office.fetch(timeout_s=0.05) is None
+    found = office.fetch()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(1).memory)
+    assert office.passed_by == 1 + 2 * RANGES
+
+
+def test_when_nothing_is_downloaded_nothing_is_taken(office: Office) -> None:
+    assert office.downloads.room("a", Header(kind=Kind.STATE, chunk=1, length=10)) is None
+    assert office.downloads.room("a", Header(kind=Kind.STATE, length=MAX_DESCRIPTION_BYTES + 1)) is None
+    office.downloads.moved("a", Header(kind=Kind.STATE))
+    office.downloads.arrived("a", Header(kind=Kind.STATE), memoryview(b""))
+    office.downloads.lost("a")

@@ -1,0 +1,180 @@
+"""What a model carries besides parameters: how it has changed is averaged, and what never changes stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.statistics import Statistics
+
+INF, NAN = float("inf"), float("nan")
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def bits(tensor: Tensor) -> list[int]:
+    found: list[int] = tensor.clone().flatten().view(torch.uint8).tolist()
+    return found
+
+
+def apply(peer: Statistics, changes: Tensor) -> None:
+    peer.step(changes, peer.epoch + 1)
+    peer.publish()
+
+
+def step(*peers: Statistics) -> None:
+    """All get the average of all."""
+    changes = torch.stack([peer.changes(peer.epoch) for peer in peers])
+    for peer in peers:
+        apply(peer, changes.mean(dim=0))
+
+
+def test_peers_get_the_mean_of_what_they_have_seen() -> None:
+    tensors = [[torch.ones(2, 3), torch.tensor(5.0)] for _ in range(2)]
+    peers = [Statistics(own) for own in tensors]
+    tensors[0][0] += 1
+    tensors[1][0] -= 3
+    tensors[1][1] += 1
+    assert peers[1].changes(0).tolist() == [-3.0] * 6 + [1.0]
+    step(*peers)
+    for mean, single in tensors:
+        assert mean.tolist() == [[0.0] * 3] * 2
+        assert single.item() == 5.5
+    assert peers[0].changes(1).tolist() == [0.0] * 7
+
+
+def test_a_peer_that_has_seen_nothing_follows_the_others() -> None:
+    own = torch.zeros(3)
+    peer = Statistics([own])
+    assert peer.changes(0).tolist() == [0.0] * 3
+    apply(peer, torch.tensor([1.0, 2.0, 0.0]))
+    assert own.tolist() == [1.0, 2.0, 0.0]
+
+
+def test_what_a_peer_sees_during_a_step_is_replaced_by_the_common_value() -> None:
+    own = torch.zeros(2)
+    peer = Statistics([own])
+    own += 7
+    apply(peer, torch.tensor([1.0, 0.0]))
+    assert own.tolist() == [1.0, 0.0]
+
+
+def test_counters_are_each_peers_own() -> None:
+    counter, flag = torch.tensor(3), torch.tensor([True])
+    peer = Statistics([counter, torch.zeros(2), flag])
+    assert peer.elements == 2
+    counter += 1
+    apply(peer, torch.ones(2))
+    assert (counter.item(), flag.item()) == (4, True)
+
+
+def test_a_model_that_has_none() -> None:
+    peer = Statistics([])
+    assert peer.elements == 0
+    assert peer.changes(0).shape == (0,)
+    apply(peer, torch.empty(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_never_changes_stays_to_the_last_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    constant = torch.cat(
+        (torch.randn(50, dtype=torch.float64) * 1e3, torch.tensor([0.1, -0.0, INF, -INF]).double())
+    ).to(dtype)
+    before, moving = bits(constant), torch.zeros(2)
+    peer = Statistics([constant, moving])
+    for _ in range(3):
+        moving += 1
+        step(peer)
+    assert bits(constant) == before
+    assert moving.tolist() == [3.0, 3.0]
+
+
+def test_a_constant_that_is_no_number_is_no_change() -> None:
+    peer = Statistics([torch.tensor([NAN, 1.0])])
+    assert peer.changes(peer.epoch).tolist() == [0.0, 0.0]
+
+
+def test_a_least_value_that_was_infinite_before_the_first_batch_spoils_nothing() -> None:
+    """As quantization's observers have it: min_val = inf, max_val = -inf."""
+    least = torch.tensor([INF])
+    peer = Statistics([least])
+    least.fill_(3.0)
+    assert peer.changes(0).isfinite().all()
+
+
+def test_whoever_takes_a_state_over_has_seen_nothing_since() -> None:
+    own = torch.zeros(2)
+    peer = Statistics([own])
+    own += 5
+    peer.rebase(3)
+    assert peer.changes(peer.epoch).tolist() == [0.0, 0.0]
+    apply(peer, torch.tensor([1.0, 0.0]))
+    assert own.tolist() == [6.0, 5.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_who_joins_has_the_same_statistics_from_then_on(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    old = torch.randn(100).to(dtype)
+    first = Statistics([old])
+    for _ in range(3):
+        apply(first, torch.randn(100) / 3)
+    new = old.clone()
+    second = Statistics([new])
+    for _ in range(20):
+        change = torch.randn(100) / 100
+        apply(first, change)
+        apply(second, change)
+    assert bits(old) == bits(new)
+
+
+# ---------------------------------------------------------------------- with the gradients
+
+
+def gathering(statistic: Tensor) -> tuple[Gradients, torch.nn.Parameter]:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    return Gradients("me", [weight], Statistics([statistic]), max_staleness=1), weight
+
+
+def given(gradients: Gradients) -> tuple[object, list[float]]:
+    found = gradients.give()
+    assert found is not None
+    values: list[float] = found[1].tolist()
+    return found[0], values
+
+
+def test_changes_travel_behind_the_gradients() -> None:
+    statistic = torch.zeros(2)
+    gradients, _ = gathering(statistic)
+    gradients.add(4, 0)
+    statistic += 2
+    assert gradients.elements == 3
+    assert given(gradients)[1] == [1.0, 2.0, 2.0]
+
+
+def test_after_a_failed_round_a_lone_peer_gives_all_that_it_has_seen() -> None:
+    """Else the BatchNorm of a peer whose round failed once lags behind that of a plain Trainer."""
+    statistic = torch.zeros(1)
+    gradients, _ = gathering(statistic)
+    gradients.add(4, 0)
+    statistic.fill_(1.0)
+    given(gradients)
+    gradients.returned()
+    gradients.add(4, 0)
+    statistic.fill_(2.0)
+    assert given(gradients)[1] == [1.0, 2.0]
+
+
+def test_what_is_committed_is_not_given_again_before_it_is_applied() -> None:
+    """So it is with a peer whose batch takes longer than the others' step."""
+    statistic = torch.zeros(1)
+    gradients, _ = gathering(statistic)
+    gradients.add(4, 0)
+    statistic.fill_(1.0)
+    contribution, _ = given(gradients)
+    gradients.committed([contribution], 1)  # type: ignore[list-item]
+    gradients.add(4, 0)
+    assert given(gradients)[1] == [1.0, 0.0]

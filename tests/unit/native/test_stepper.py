@@ -1,0 +1,299 @@
+"""A global step: the optimizer gets the average, the model has what the optimizer has, wherever that steps."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.training.optimizers import rebuilder
+from swarm.town import wait_for
+
+ROOT = Head.root("run", "founder")
+WAYS = ["in place", "offload", "delayed"]
+
+
+def head(epoch: int) -> Head:
+    return Head(epoch=epoch, lineage=b"x" * 16, samples=64 * epoch)
+
+
+@dataclass
+class Trainee:
+    """A small model, its optimizer with two groups, and what the stepper calls."""
+
+    way: str = "in place"
+    seed: int = 0
+    buffers: list[Tensor] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    hooked: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        self.weight, self.bias = torch.nn.Parameter(torch.randn(2, 2)), torch.nn.Parameter(torch.randn(3))
+        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
+        groups = [{"params": [self.weight, self.frozen], "weight_decay": 0.1}, {"params": [self.bias], "lr": 0.5}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.1)
+        training = PeerTraining(
+            optimizer=self.optimizer,
+            rebuild_optimizer=rebuilder(self.optimizer) if self.way != "in place" else None,
+            make_scheduler=lambda optimizer: None,
+            advance_schedulers=self.epochs.append,
+            before_optimizer_step=self._hook,
+            extra_tensors=[],
+            buffers=self.buffers,
+            schema=[],
+            should_abort=lambda: False,
+        )
+        self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed")
+
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        assert torch.is_grad_enabled()
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.hooked.append(torch.cat([grad.flatten() for grad in grads]).tolist())
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [self.weight, self.frozen, self.bias]
+
+    def step(self, average: Tensor, epoch: int) -> None:
+        """And wait until the model has it."""
+        self.stepper.step(average, head(epoch))
+        self.stepper.settle(wait=True)
+
+
+def averages(count: int, elements: int = 7) -> list[Tensor]:
+    torch.manual_seed(99)
+    return [torch.randn(elements) for _ in range(count)]
+
+
+def plainly(average: list[Tensor]) -> list[Tensor]:
+    """What plain torch makes of these gradients."""
+    plain = Trainee()
+    for values in average:
+        plain.weight.grad, plain.bias.grad = values[:4].view(2, 2).clone(), values[4:7].clone()
+        plain.optimizer.step()
+    return plain.parameters
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")
+
+
+@pytest.fixture(params=WAYS)
+def trainee(request: pytest.FixtureRequest) -> Iterator[Trainee]:
+    one = Trainee(request.param, buffers=[torch.zeros(2)])
+    yield one
+    one.stepper.close()
+
+
+def hosted(trainee: Trainee) -> list[Tensor]:
+    return [parameter for group in trainee.stepper.optimizer.param_groups for parameter in group["params"]]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def test_a_step_is_what_plain_torch_makes_of_the_average(trainee: Trainee) -> None:
+    given = averages(3)
+    for epoch, average in enumerate(given, 1):
+        trainee.step(torch.cat((average, torch.zeros(2))), epoch)
+        assert same(trainee.parameters, hosted(trainee))
+        assert same(trainee.parameters, plainly(given[:epoch]))
+    assert trainee.hooked == [pytest.approx(average.tolist()) for average in given]
+    assert trainee.epochs == [1, 2, 3]
+    assert trainee.stepper.head == head(3)
+
+
+def test_the_average_itself_is_not_changed(trainee: Trainee) -> None:
+    (average,) = averages(1, 9)
+    before = average.clone()
+    trainee.step(average, 1)
+    trainee.step(averages(2, 9)[1], 2)
+    assert torch.equal(average, before)
+
+
+def test_frozen_parameters_stay_and_have_no_gradient(trainee: Trainee) -> None:
+    before = trainee.frozen.clone()
+    trainee.frozen.grad = torch.ones(5)
+    trainee.step(averages(1, 9)[0], 1)
+    assert torch.equal(trainee.frozen, before)
+    assert hosted(trainee)[1].grad is None
+
+
+def test_statistics_are_behind_the_gradients(trainee: Trainee) -> None:
+    trainee.step(torch.cat((averages(1)[0], torch.tensor([2.0, 3.0]))), 1)
+    assert trainee.buffers[0].tolist() == [2.0, 3.0]
+
+
+def test_a_gradient_has_its_parameters_precision() -> None:
+    trainee = Trainee()
+    trainee.bias.data = trainee.bias.data.bfloat16()
+    trainee.step(averages(1)[0], 1)
+    assert trainee.bias.grad is not None
+    assert trainee.bias.grad.dtype == torch.bfloat16
+
+
+def test_what_stays_in_the_gradients_does_not_count(trainee: Trainee) -> None:
+    """The optimizer's gradients are the average, whatever a batch has left there."""
+    given = averages(2)
+    for parameter in (trainee.weight, trainee.bias):
+        parameter.grad = torch.full_like(parameter, 7.0)
+    for epoch, average in enumerate(given, 1):
+        trainee.step(torch.cat((average, torch.zeros(2))), epoch)
+    assert same(trainee.parameters, plainly(given))
+
+
+def test_what_is_frozen_later_does_not_shift_the_gradients_of_the_rest(trainee: Trainee) -> None:
+    trainee.weight.requires_grad_(False)
+    trainee.step(torch.cat((averages(1)[0], torch.zeros(2))), 1)
+    assert trainee.hooked[0][-3:] == pytest.approx(averages(1)[0][4:].tolist())
+
+
+def test_what_is_unfrozen_later_is_refused_before_anything_changes(trainee: Trainee) -> None:
+    before = [one.clone() for one in trainee.parameters]
+    trainee.frozen.requires_grad_(True)
+    with pytest.raises(ArgumentError, match="requires_grad"):
+        trainee.step(averages(1, 9)[0], 1)
+    assert same(trainee.parameters, before)
+
+
+# ---------------------------------------------------------------------- on the host
+
+
+def test_in_place_the_users_optimizer_steps() -> None:
+    trainee = Trainee()
+    assert trainee.stepper.optimizer is trainee.optimizer
+
+
+def test_an_optimizer_on_the_host_is_of_the_same_kind_over_other_memory() -> None:
+    trainee = Trainee("offload")
+    mine, theirs = trainee.optimizer, trainee.stepper.optimizer
+    assert type(mine) is type(theirs)
+    assert [{**g, "params": 0} for g in mine.param_groups] == [{**g, "params": 0} for g in theirs.param_groups]
+    assert all(
+        one.data_ptr() != other.data_ptr() for one, other in zip(trainee.parameters, hosted(trainee), strict=True)
+    )
+    assert [one.requires_grad for one in hosted(trainee)] == [True, False, True]
+
+
+def test_a_delayed_step_reaches_the_model_when_it_is_settled() -> None:
+    trainee = Trainee("delayed")
+    before, given = [one.clone() for one in trainee.parameters], averages(2)
+    trainee.stepper.step(given[0], head(1))
+    wait_for(lambda: trainee.stepper.head == head(1), "the step in the background")
+    assert same(trainee.parameters, before)
+    trainee.stepper.step(given[1], head(2))
+    assert same(trainee.parameters, plainly(given[:1])), "the next step settles the one before"
+    trainee.stepper.settle(wait=True)
+    assert same(trainee.parameters, plainly(given))
+    trainee.stepper.close()
+
+
+def test_what_fails_in_the_background_is_raised_when_it_is_settled() -> None:
+    trainee = Trainee("delayed", buffers=[torch.zeros(2)])
+    trainee.stepper.step(averages(1, 10)[0], head(1))
+    with pytest.raises(RuntimeError):
+        trainee.stepper.settle(wait=True)
+    trainee.stepper.settle(wait=True)
+    trainee.stepper.close()
+
+
+def test_a_delayed_step_leaves_alone_what_the_batch_under_way_needs() -> None:
+    """Rotary embeddings, say, whose buffers autograd has kept: backward would raise."""
+    trainee = Trainee("delayed", buffers=[torch.ones(3)])
+    loss = (trainee.bias * trainee.buffers[0]).sum()
+    trainee.stepper.step(averages(1, 10)[0], head(1))
+    wait_for(lambda: trainee.stepper.head == head(1), "the step in the background")
+    trainee.stepper.close()
+    loss.backward()
+
+
+# ---------------------------------------------------------------------- a state from elsewhere
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(trainee: Trainee) -> None:
+    given = [torch.cat((average, torch.ones(2))) for average in averages(4)]
+    for epoch, average in enumerate(given[:2], 1):
+        trainee.step(average, epoch)
+    saved: dict[str, Any] = copy.deepcopy(trainee.stepper.optimizer.state_dict())
+    again = Trainee(trainee.way, seed=5, buffers=[trainee.buffers[0].clone()])
+    for mine, theirs in zip(again.parameters, trainee.parameters, strict=True):
+        mine.data.copy_(theirs)
+    again.stepper.load(saved, head(2))
+    assert again.stepper.head == head(2)
+    assert again.stepper.statistics.changes(2).tolist() == [0.0, 0.0]
+    for epoch, average in enumerate(given[2:], 3):
+        trainee.step(average, epoch)
+        again.step(average, epoch)
+    assert same(again.parameters, trainee.parameters)
+    assert same(again.parameters, hosted(again))
+    assert same(again.buffers, trainee.buffers)
+    again.stepper.close()
+
+
+def hand_over(donor: Trainee, joiner: Trainee) -> bytes:
+    """The donor's state for the joiner; returns the digest."""
+    snapshot = donor.stepper.copy_state(None)
+    assert snapshot is not None
+    joiner.stepper.adopt(joiner.stepper.read(memoryview(snapshot.description)), snapshot.memory)
+    return snapshot.digest
+
+
+def test_a_copy_is_made_anew_only_after_a_step(trainee: Trainee) -> None:
+    first = trainee.stepper.copy_state(None)
+    assert trainee.stepper.copy_state(first) is first
+    trainee.step(averages(1, 9)[0], 1)
+    second = trainee.stepper.copy_state(first)
+    assert second is not None
+    assert second.head == head(1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_may_come_from_a_peer_that_steps_elsewhere(trainee: Trainee, way: str) -> None:
+    joiner = Trainee(way, seed=5, buffers=[torch.full((2,), 9.0)])
+    given = [torch.cat((average, torch.ones(2))) for average in averages(3)]
+    trainee.step(given[0], 1)
+    hand_over(trainee, joiner)
+    assert joiner.stepper.head == head(1)
+    assert same(joiner.parameters, trainee.parameters)
+    for epoch, average in enumerate(given[1:], 2):
+        trainee.step(average, epoch)
+        joiner.step(average, epoch)
+    assert same(joiner.parameters, trainee.parameters)
+    assert same(joiner.buffers, trainee.buffers)
+    joiner.stepper.close()
+
+
+def test_a_donor_in_the_midst_of_a_batch_gives_the_common_statistics() -> None:
+    """Else who joins is apart from the others by what the donor alone had seen, for ever."""
+    donor, joiner = Trainee(buffers=[torch.zeros(2)]), Trainee(seed=5, buffers=[torch.zeros(2)])
+    donor.buffers[0] += 1.0  # BatchNorm, in a forward pass
+    hand_over(donor, joiner)
+    for one in (donor, joiner):
+        one.step(torch.cat((averages(1)[0], torch.ones(2))), 1)
+    assert same(donor.buffers, joiner.buffers)
+
+
+def test_peers_that_have_seen_other_batches_are_donors_of_the_same_bytes() -> None:
+    """Else a model with BatchNorm is never downloaded from more than one donor."""
+    donors = [Trainee(buffers=[torch.zeros(2), torch.tensor(batches)]) for batches in (3, 4)]
+    donors[0].buffers[0] += 1.0
+    joiner = Trainee(seed=5, buffers=[torch.zeros(2), torch.tensor(0)])
+    assert hand_over(donors[0], joiner) == hand_over(donors[1], joiner)
