@@ -223,6 +223,9 @@ def _averagers(values: Values) -> None:
 def _native(values: Values) -> None:
     """What the native engine does not have (yet): refused, never ignored."""
     if values["engine"] != "native":
+        if values["max_staleness"] != 1:
+            wrong = 'only engine="native" keeps late gradients'
+            raise refusal("max_staleness", values["max_staleness"], wrong, 'leave it away, or use engine="native"')
         return
     for name, default in _NOT_NATIVE.items():
         if values[name] and values[name] != default:

@@ -108,6 +108,10 @@ class Arguments:
     load_state_timeout: float = _argument(600.0, check.positive)
     """Seconds for downloading the swarm's state. Raise it if a late joiner with a slow network never gets through."""
 
+    max_staleness: int = _argument(1, check.whole_number)
+    """Only with ``engine="native"``: gradients that were computed with parameters of more global steps ago are dropped.
+    Raise it if a slow peer's samples are reported as lost."""
+
     average_state_every: int = _argument(1, check.whole_number)
     """Average the state at every n-th global step. Raise it to save traffic, lower it if parameters drift apart."""
 

@@ -122,6 +122,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run_id": "my run"}, "run_id='my run': contains white space"),
     ({"run_id": 3}, "run_id=3: a int is not text"),
     ({"engine": "gloo"}, "engine='gloo': is unknown; choose one of 'hivemind', 'native'"),
+    ({"max_staleness": 4}, 'leave it away, or use engine="native"'),
     ({"engine": "native", "use_local_updates": True}, 'leave it away, or use engine="hivemind"'),
     ({"engine": "native", "client_mode": True, "initial_peers": PEER}, 'leave it away, or use engine="hivemind"'),
     ({"verbose": 1}, "verbose=1: a int is not a truth value; give True or False"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hivemind.engine.native.pace import LEAST_S, OVERTIME, Pace
+from lightning_hivemind.engine.native.pace import LEAST_S, OVERTIME, REMEMBERED, Pace
 
 TARGET, LONGEST_S = 100, 20.0
 
@@ -39,7 +39,7 @@ def test_a_batch_of_the_others_length_is_waited_for() -> None:
 
 
 def test_a_batch_longer_than_the_others_steps_is_not_waited_for() -> None:
-    one, now = pace(batch_s=4.0, step_s=2.0, others=50)
+    one, now = pace(batch_s=5.0, step_s=2.0, others=50)
     one.begin_batch(now)
     assert one.join_at(now + 0.1) == now + 0.1
 
@@ -68,14 +68,37 @@ def test_who_waits_for_nobody_joins_at_once() -> None:
 
 def test_a_slow_peer_that_becomes_quick_is_waited_for_again() -> None:
     one, now = pace(batch_s=40.0, step_s=2.0, others=50)
+    one.begin_batch(now)
+    assert one.join_at(now) == now, "it never was slow"
+    one.end_batch(now := now + 1.0)
+    one.begin_batch(now)
+    assert one.join_at(now) > now
+
+
+def test_a_quick_peer_that_becomes_slow_is_soon_not_waited_for() -> None:
+    """Though the others, who wait for it at first, have slow steps then, too."""
+    one, now = pace(batch_s=1.0, step_s=1.0, others=50)
     batches = 0
-    while one.join_at(now) == now:
+    while True:
         one.begin_batch(now)
-        one.end_batch(now := now + 1.0)
-        one.begin_batch(now)
+        one.called(now := now + 1.0)
+        if one.join_at(now) == now:
+            break
+        one.end_batch(now := now + 19.0)
+        one.step(50, now)
         batches += 1
-        assert batches < 30
-    assert batches > 1, "it never was slow"
+    assert 1 <= batches <= REMEMBERED
+
+
+def test_one_long_batch_or_one_early_call_changes_nothing() -> None:
+    one, now = pace(batch_s=1.0, step_s=1.0, others=50)
+    one.begin_batch(now)
+    one.end_batch(now := now + 30.0)
+    one.step(50, now)
+    one.called(now := now + 0.001)
+    one.step(50, now)
+    one.begin_batch(now)
+    assert one.join_at(now) > now
 
 
 def test_a_batch_that_nobody_began_is_none() -> None:

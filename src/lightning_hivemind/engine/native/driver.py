@@ -203,6 +203,7 @@ class Driver:
             self._downloads.arrived(peer, header, payload)
 
     def lost(self, peer: PeerId, reason: str) -> None:
+        log.info("no connection to peer %s: %s", peer, reason)
         self._events.put(lambda now: self._peer.lost(peer, now))
         for part in (self._donor, self._downloads):
             if part is not None:
@@ -301,8 +302,8 @@ class Driver:
                     self._training.returned(reason, begun=exchange is not None and exchange.begun)
             case CatchUp(head=head, commits=commits):
                 self._follow(head, commits, time.monotonic())
-            case Note(what=what):
-                log.debug("round: %s", what)
+            case Note(what=what, peer=peer):
+                log.info("round: %s%s", what, f" ({peer})" if peer else "")
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()

@@ -41,8 +41,6 @@ from lightning_hivemind.events import (
 )
 from lightning_hivemind.network.daemon import PeerNetwork
 
-#: gradients that were computed with parameters of more steps ago are dropped
-MAX_STALENESS = 1
 POLL_S = 0.2
 REPORT_S = 5.0
 ANSWER_S = 30.0  # of the rounds' thread; it is never busy for a second
@@ -58,12 +56,13 @@ class NativeEngine:
         self._head = Head.root(arguments.run_id, network.peer_id)
         self._stepper = Stepper(training, self._head, delayed=bool(arguments.delay_optimizer_step))
         self.optimizer = self._stepper.optimizer
+        late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
         self._codec = map_codec(arguments.grad_compression, "grad_compression")
         self._gradients = Gradients(
             network.peer_id,
             self._stepper.model_parameters,
             self._stepper.statistics,
-            max_staleness=MAX_STALENESS + bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step),
+            max_staleness=arguments.max_staleness + late,
             in_place=arguments.reuse_grad_buffers,
         )
         self._records: SwarmRecords | None = None

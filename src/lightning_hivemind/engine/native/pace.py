@@ -7,10 +7,14 @@ takes longer than the others' whole step is not: it gives what it has, and what 
 
 from __future__ import annotations
 
+from collections import deque
+
 #: weight of the newest value in the means
 SMOOTHING = 0.3
-#: a batch is waited for if it takes at most so many times as long as the others need for a step
-COMPARABLE = 1.5
+#: so many batches and calls are remembered; a single one says little on a busy machine
+REMEMBERED = 5
+#: a batch is waited for if the quickest took at most so many times as long as the others needed for their slowest step
+COMPARABLE = 2.0
 #: a batch is waited for until it has taken so many times as long as usual, and at least so many seconds
 OVERTIME, LEAST_S = 3.0, 2.5
 
@@ -27,8 +31,9 @@ class Pace:
         self._target, self._longest_s = target, longest_s
         self._batch_began: float | None = None
         self._batch_s: float | None = None
+        self._batches: deque[float] = deque(maxlen=REMEMBERED)
+        self._calls: deque[float] = deque(maxlen=REMEMBERED)
         self._step_s: float | None = None
-        self._call_s: float | None = None
         self._others: float | None = None
         self._last_step: float | None = None
 
@@ -39,13 +44,14 @@ class Pace:
 
     def end_batch(self, now: float) -> None:
         if self._batch_began is not None:
-            self._batch_s = _mean(self._batch_s, now - self._batch_began)
+            self._batches.append(now - self._batch_began)
+            self._batch_s = _mean(self._batch_s, self._batches[-1])
         self._batch_began = None
 
     def called(self, now: float) -> None:
         """A round calls: so long did the others need since the last step, without waiting for this peer."""
         if self._last_step is not None:
-            self._call_s = _mean(self._call_s, now - self._last_step)
+            self._calls.append(now - self._last_step)
 
     def step(self, others_samples: int, now: float) -> None:
         """A step was decided, with so many samples of other peers."""
@@ -61,7 +67,7 @@ class Pace:
         began, batch_s = self._batch_began, self._batch_s
         if began is None:
             return now
-        if batch_s is not None and self._call_s is not None and batch_s > COMPARABLE * self._call_s:
+        if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):
             return now
         due = began + max(LEAST_S, OVERTIME * (batch_s or 0.0))
         return min(max(now, due), now + self._longest_s)
