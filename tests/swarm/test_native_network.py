@@ -110,3 +110,21 @@ def test_hosts_that_mean_this_machine_come_last() -> None:
 def test_an_introduction_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(WireError):
         read_introduction(data)
+
+
+def test_peers_that_have_only_a_third_in_common_reach_one_another(members: list[Member]) -> None:
+    """libp2p's own routing may not know them yet ("routing: not found"): their records say where they are."""
+    founder, one = members
+    members.append(other := Member(founder))
+    one.introductions.know(other.peer_id, other.network.visible_addresses())
+    assert one.introductions.introduce(other.peer_id).endpoints
+
+
+def test_addresses_that_are_none_or_another_peers_do_no_harm(members: list[Member]) -> None:
+    founder, one = members
+    stranger = "12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ"
+    for addresses in (["no address"], [], founder.network.visible_addresses()):
+        one.introductions.know(stranger, addresses)
+        with pytest.raises(OSError, match=r"no answer over libp2p|none|reach"):
+            one.introductions.introduce(stranger)
+    assert one.introductions.introduce(founder.peer_id).endpoints

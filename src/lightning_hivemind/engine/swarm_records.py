@@ -52,22 +52,10 @@ class SwarmRecords:
         """Ids of all other live peers that use this package."""
         return set(self._others())
 
-    def refresh(self) -> None:
-        """Read the others' records now."""
-        self._records.refresh(LOOK_S)
-
     @property
     def trainers(self) -> set[str]:
         """Ids of other live peers that train."""
         return self.peers - set(self.auxiliaries)
-
-    def field(self, name: str) -> dict[str, Any]:
-        """What other live peers have published under ``name``, by peer id; unchecked."""
-        return {peer: record[name] for peer, record in self._others().items() if name in record}
-
-    def publish(self, **fields: object) -> None:
-        """Put more into this peer's record; see :meth:`.PeerRecords.publish`."""
-        self._records.publish(**fields)
 
     def mean(self, name: str, value: float, samples: int) -> float:
         """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples.

@@ -112,6 +112,7 @@ class Driver:
         self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._exchanges: dict[bytes, Exchange] = {}
         self._given: bytes | None = None
+        self._greeted: set[PeerId] = set()
         #: a round that has called, and until when this peer may finish its batch first
         self._called: tuple[bytes, float] | None = None
         self._links: Links | None = None
@@ -155,6 +156,10 @@ class Driver:
         return self._tell(lambda now: self._follow(head, (), now))
 
     def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float) -> None:
+        """A peer's record was read; see :meth:`.peer.Peer.saw`. A connection to it is warm before the first round."""
+        if peer not in self._greeted and self._links is not None:
+            self._greeted.add(peer)
+            self._links.send(peer, Header(kind=Kind.PING))
         self._events.put(lambda now: self._peer.saw(peer, head, samples, reduces, stamp, now))
 
     # ------------------------------------------------------------------ what the connections say (see wire.sink)

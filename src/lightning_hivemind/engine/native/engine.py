@@ -82,7 +82,14 @@ class NativeEngine:
         self._training.make_scheduler(self.optimizer)
         self._parts = parts = build(self._a, self._network, self._gradients, self._codec, self._copy_state)
         reduces = not self._a.client_mode
-        self._whereabouts = Whereabouts(self._records, parts.driver, lambda: self.local_samples, reduces=reduces)
+        self._whereabouts = Whereabouts(
+            self._network,
+            self._a.run_id,
+            parts.driver,
+            parts.introductions,
+            lambda: self.local_samples,
+            reduces=reduces,
+        )
         self._catching_up = CatchingUp(self._a, parts, self._records, self._training, self._stepper, self._events)
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
@@ -95,8 +102,7 @@ class NativeEngine:
         parts, whereabouts = self._running(), self._whereabouts
         assert whereabouts is not None
         assert self._catching_up is not None
-        self._require_records().refresh()
-        heads = whereabouts.look()
+        heads = whereabouts.first_look()
         best = max(heads, key=lambda one: (one.samples, one.epoch), default=None)
         if best is not None and (best.outweighs(self._head) or (self._a.initial_peers and self._head.epoch == 0)):
             parts.driver.follow(best).wait(ANSWER_S)
@@ -121,7 +127,7 @@ class NativeEngine:
         if self._records is None:
             return
         records, self._records = self._records, None
-        if self._whereabouts is not None and self._whereabouts.started:
+        if self._whereabouts is not None:
             self._whereabouts.stop()
         if self._parts is not None:
             self._parts.stop(start + max(0.5, timeout_s - RECORDS_S))
@@ -350,7 +356,3 @@ class NativeEngine:
         if self._parts is None:
             raise RuntimeError("the engine is not running: start() was not called, or shutdown() was")
         return self._parts
-
-    def _require_records(self) -> SwarmRecords:
-        assert self._records is not None
-        return self._records

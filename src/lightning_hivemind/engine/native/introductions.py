@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
@@ -17,7 +17,8 @@ import hivemind
 import msgpack  # type: ignore[import-untyped]
 from google.protobuf.wrappers_pb2 import BytesValue  # type: ignore[import-untyped]
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError, P2PHandlerError
+from hivemind.utils.multiaddr import Multiaddr
 
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
@@ -59,11 +60,16 @@ class Introductions:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="introductions", daemon=True)
         self._p2p: P2P | None = None
+        self._addresses: dict[str, Sequence[str]] = {}
 
     def start(self) -> None:
         """Answer from now on."""
         self._thread.start()
         self._call(self._listen(), START_S)
+
+    def know(self, peer: str, addresses: Sequence[str]) -> None:
+        """Where libp2p may find ``peer``, should it not know itself. (Whoever answers there must have its identity.)"""
+        self._addresses[peer] = addresses
 
     def introduce(self, peer: str) -> Introduction:
         """How ``peer`` can be reached. Blocks; from any thread.
@@ -100,10 +106,30 @@ class Introductions:
 
     async def _ask(self, peer: str) -> Introduction:
         assert self._p2p is not None
-        answer: Any = await self._p2p.call_protobuf_handler(
-            PeerID.from_base58(peer), self._handler, BytesValue(), BytesValue
-        )
+        try:
+            answer = await self._call_peer(peer)
+        except P2PDaemonError:
+            if not self._addresses.get(peer):
+                raise
+            await self._connect(peer)
+            answer = await self._call_peer(peer)
         return read_introduction(answer.value)
+
+    async def _call_peer(self, peer: str) -> Any:
+        assert self._p2p is not None
+        return await self._p2p.call_protobuf_handler(PeerID.from_base58(peer), self._handler, BytesValue(), BytesValue)
+
+    async def _connect(self, peer: str) -> None:
+        """Have the daemon connect to a peer that its own routing does not find."""
+        assert self._p2p is not None
+        try:
+            addresses = [Multiaddr(one) for one in self._addresses[peer]]
+        except ValueError as error:
+            raise ConnectionError(f"its record has an address that is none: {error}") from None
+        try:
+            await self._p2p._client.connect(PeerID.from_base58(peer), addresses)  # no public way
+        except ControlFailure as error:
+            raise ConnectionError(f"libp2p does not reach it: {error}") from None
 
     async def _answer(self, request: BytesValue, context: Any) -> BytesValue:
         endpoints: list[list[Any]] = []

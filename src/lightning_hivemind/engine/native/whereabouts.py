@@ -9,60 +9,91 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_hivemind.engine.native.driver import Driver
+from lightning_hivemind.engine.native.introductions import Introductions
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.swarm_records import SwarmRecords
+from lightning_hivemind.network.daemon import PeerNetwork
+from lightning_hivemind.network.records import PeerRecords
 
-FIELD = "native"
 #: between two looks at the records that are here anyway, and between two changes of this peer's own
 LOOK_S, PUBLISH_S = 0.5, 2.0
+REFRESH_S, FIRST_LOOK_S, STOP_S = 3.0, 5.0, 1.0
+#: of addresses in a record, which is small
+MOST_ADDRESSES, MAX_ADDRESS = 6, 200
 
 
 class Whereabouts:
-    """Publishes this peer's head now and then, and tells the driver of the others'; a thread of its own."""
+    """Publishes where this peer stands and how libp2p reaches it, and tells driver and introductions of the others.
 
-    def __init__(self, records: SwarmRecords, driver: Driver, samples: Callable[[], int], *, reduces: bool) -> None:
-        self._records, self._driver, self._samples, self._reduces = records, driver, samples, reduces
+    (libp2p's own routing does not know peers that have just joined through a third one.)
+    """
+
+    def __init__(
+        self,
+        network: PeerNetwork,
+        run_id: str,
+        driver: Driver,
+        introductions: Introductions,
+        samples: Callable[[], int],
+        *,
+        reduces: bool,
+    ) -> None:
+        self._network, self._driver, self._introductions = network, driver, introductions
+        self._samples, self._reduces = samples, reduces
+        self._records = PeerRecords(network.dht, f"{run_id}.native", network.peer_id, refresh_s=REFRESH_S)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="whereabouts", daemon=True)
 
+    def first_look(self) -> list[Head]:
+        """Ask the DHT now; returns where the others stand."""
+        addresses = [one for one in self._network.visible_addresses() if len(one) <= MAX_ADDRESS]
+        self._records.publish(addresses=addresses[:MOST_ADDRESSES])
+        self._records.refresh(FIRST_LOOK_S)
+        return self._look()
+
     def start(self) -> None:
         """Publish now, then whenever something changes."""
-        self.publish()
+        self._publish()
         self._thread.start()
-
-    @property
-    def started(self) -> bool:
-        return self._thread.ident is not None
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(LOOK_S)
+        if self._thread.ident is not None:
+            self._thread.join(LOOK_S)
+        self._records.close(STOP_S)
 
-    def look(self) -> list[Head]:
-        """Tell the driver what the records say; returns where the others stand."""
+    def _look(self) -> list[Head]:
         heads = []
-        for peer, value in self._records.field(FIELD).items():
-            found = _read(value)
+        for peer, record in self._records.read().items():
+            if peer == self._network.peer_id:
+                continue
+            self._introductions.know(peer, _read_addresses(record.get("addresses")))
+            found = _read(record.get("place"))
             if found is not None:
                 head, samples, reduces, stamp = found
                 self._driver.saw(peer, head, samples, reduces, stamp)
                 heads.append(head)
         return heads
 
-    def publish(self) -> None:
-        """Put this peer's head on record."""
+    def _publish(self) -> None:
         head = self._driver.status.head
         if head is not None:
             place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, time.time()]
-            self._records.publish(**{FIELD: place})
+            self._records.publish(place=place)
 
     def _run(self) -> None:
         published: tuple[float, Head | None] = (0.0, None)
         while not self._stopped.wait(LOOK_S):
-            self.look()
+            self._look()
             if self._driver.status.head != published[1] and time.monotonic() - published[0] > PUBLISH_S:
                 published = (time.monotonic(), self._driver.status.head)
-                self.publish()
+                self._publish()
+
+
+def _read_addresses(value: Any) -> list[str]:
+    """What another peer says of its addresses: such as could be some."""
+    if not isinstance(value, list):
+        return []
+    return [one for one in value[:MOST_ADDRESSES] if isinstance(one, str) and len(one) <= MAX_ADDRESS]
 
 
 def _read(value: Any) -> tuple[Head, int, bool, float] | None:
