@@ -54,7 +54,8 @@ class Arguments:
     """Samples per batch and process. Give it only if the batch is of a type whose size cannot be seen."""
 
     engine: str = _argument("hivemind", check.one_of(*ENGINES))
-    """What averages. ``"hivemind"`` talks to every other script that uses ``hivemind.Optimizer``."""
+    """What averages; equal on all peers. ``"hivemind"`` talks to every other script that uses ``hivemind.Optimizer``.
+    ``"native"`` is under construction: what it does not have yet is refused."""
 
     # -- what runs in the background ----------------------------------------------------------------------------------
     delay_state_averaging: bool = _argument(False, check.flag)
