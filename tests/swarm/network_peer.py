@@ -3,7 +3,7 @@
     [INITIAL_PEERS=...] python network_peer.py [--run-id RUN] [--loopback]
 
 Writes one line of JSON per step to standard output, and the peers that it sees whenever they change. Ends when
-standard input says "stop" or is closed.
+standard input says "stop" or is closed; "die" kills it while it speaks to its DHT process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -60,7 +61,7 @@ def main() -> None:
     records = PeerRecords(network.dht, options.run_id, network.peer_id, refresh_s=0.2, expiration_s=5.0)
     records.publish(pid=os.getpid())
     stopped = threading.Event()
-    threading.Thread(target=lambda: (wait_for_stop(), stopped.set()), daemon=True).start()
+    threading.Thread(target=lambda: (obey(network), stopped.set()), daemon=True).start()
     seen: dict[str, Any] = {}
     while not stopped.wait(0.1):
         if records.read() != seen:
@@ -72,8 +73,12 @@ def main() -> None:
     say("down", duration_s=time.monotonic() - began)
 
 
-def wait_for_stop() -> None:
+def obey(network: PeerNetwork) -> None:
+    """Until it is told to stop."""
     for line in sys.stdin:
+        if line.strip() == "die":
+            network.dht._outer_pipe.send_bytes(b"half a word")  # what the DHT process reads, and cannot understand
+            os.kill(os.getpid(), signal.SIGKILL)
         if line.strip() == "stop":
             return
 

@@ -83,11 +83,15 @@ class PeerProcess:
         """Wait until it sees the records of exactly these peers."""
         return self.wait_for("sees", lambda said: set(said["records"]) == set(peer_ids))["records"]
 
+    def tell(self, word: str) -> None:
+        """What ``network_peer.py`` obeys."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
     def stop(self) -> dict[str, Any]:
         """Stop it politely; what it said last."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("stop\n")
-        self.process.stdin.flush()
+        self.tell("stop")
         down = self.wait_for("down")
         assert self.process.wait(30) == 0
         return down

@@ -72,6 +72,13 @@ def test_kill_of_the_trainer_leaves_nothing(scene: Scene) -> None:
     scene.assert_gone()
 
 
+def test_kill_of_the_trainer_while_it_speaks_to_its_dht_process_leaves_nothing(scene: Scene) -> None:
+    """The DHT process fails on half a word, before it has seen that the trainer is gone."""
+    scene.peer.tell("die")
+    assert scene.peer.process.wait(GONE_TIMEOUT_S) == -signal.SIGKILL
+    scene.assert_gone()
+
+
 def test_kill_of_trainer_and_dht_process_at_once_leaves_no_process_and_no_port(scene: Scene) -> None:
     os.killpg(scene.up["pid"], signal.SIGKILL)
     scene.peer.process.wait(GONE_TIMEOUT_S)

@@ -25,6 +25,7 @@ from hivemind.p2p import P2P
 from lightning_hivemind.errors import DaemonError, JoinError, NetworkError
 from lightning_hivemind.events import EventBus, PeerStarted, Waiting
 from lightning_hivemind.network import diagnosis
+from lightning_hivemind.network.answers import survive_late_answers
 from lightning_hivemind.network.identity import IdentityLock, check_identity, without_self
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child, start_shared_memory
 from lightning_hivemind.network.neighbours import keep_neighbours
@@ -41,8 +42,12 @@ _CALL_TIMEOUT_S = 10.0
 #: A peer that is joined may itself be starting, or be too busy to answer one ping: pauses before further attempts.
 _JOIN_PAUSES_S = (1.0, 3.0)
 _LOG_BYTES = 64 * 1024
-#: After SIGTERM to a whole process group, how long to see whether the trainer is ended by it, too.
+#: After SIGTERM to a whole process group, or an error, how long to see whether the trainer ended, too.
 _SHARED_END_S = 0.4
+
+
+#: what :meth:`PeerNetwork.is_alive` looks after
+NETWORK_PARTS = "DHT process, libp2p daemon or directory of sockets"
 
 
 class PeerDHT(hivemind.DHT):  # type: ignore[misc] # hivemind has no types
@@ -68,6 +73,10 @@ class PeerDHT(hivemind.DHT):  # type: ignore[misc] # hivemind has no types
         subprocess.create_subprocess_exec = _bound_to_this_process(subprocess.create_subprocess_exec)
         try:
             super().run()
+        except BaseException:
+            if self._parent_ends():  # killed in the middle of a word to us, and we may see that before the watch does
+                self._clean_up()
+            raise
         finally:
             self._sockets.kill_daemons(timeout_s=1.0)
 
@@ -81,11 +90,16 @@ class PeerDHT(hivemind.DHT):  # type: ignore[misc] # hivemind has no types
 
     def _terminated(self, *_: object) -> None:
         self._sockets.kill_daemons(timeout_s=1.0)
-        deadline = time.monotonic() + _SHARED_END_S
-        while os.getppid() == self._parent_pid and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self._parent_ends()
         self._sockets.remove()
         os._exit(128 + signal.SIGTERM)
+
+    def _parent_ends(self) -> bool:
+        """Whether the trainer is gone, or ends in the next moments."""
+        deadline = time.monotonic() + _SHARED_END_S
+        while (lives := os.getppid() == self._parent_pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not lives
 
     def _clean_up(self) -> None:
         self._sockets.kill_daemons(timeout_s=1.0)
@@ -123,6 +137,7 @@ class PeerNetwork:
         check_identity(self.settings.identity_path)
         peers = without_self(self.settings.initial_peers, self.settings.identity_path)
         start_shared_memory()
+        survive_late_answers()
         self._identity.take()
         try:
             self._sockets = SocketDirectory.create()
