@@ -112,10 +112,12 @@ def test_an_introduction_that_is_none_is_refused(data: bytes) -> None:
         read_introduction(data)
 
 
-def test_peers_that_have_only_a_third_in_common_reach_one_another(members: list[Member]) -> None:
-    """libp2p's own routing may not know them yet ("routing: not found"): their records say where they are."""
-    founder, one = members
-    members.append(other := Member(founder))
+def test_a_peer_that_libp2p_does_not_find_is_reached_by_the_addresses_in_its_record(members: list[Member]) -> None:
+    """As one that has just joined through a third peer ("routing: not found"); here there is no third one."""
+    one = members[1]
+    members.append(other := Member())
+    with pytest.raises(OSError, match=r"no answer over libp2p"):
+        one.introductions.introduce(other.peer_id)
     one.introductions.know(other.peer_id, other.network.visible_addresses())
     assert one.introductions.introduce(other.peer_id).endpoints
 

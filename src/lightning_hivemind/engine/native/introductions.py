@@ -17,13 +17,13 @@ import hivemind
 import msgpack  # type: ignore[import-untyped]
 from google.protobuf.wrappers_pb2 import BytesValue  # type: ignore[import-untyped]
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError, P2PHandlerError
-from hivemind.utils.multiaddr import Multiaddr
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.errors import WireError
 from lightning_hivemind.network.addresses import parse_address
+from lightning_hivemind.network.dialing import dial
 
 log = logging.getLogger("lightning_hivemind")
 T = TypeVar("T")
@@ -109,27 +109,15 @@ class Introductions:
         try:
             answer = await self._call_peer(peer)
         except P2PDaemonError:
-            if not self._addresses.get(peer):
+            if not self._addresses.get(peer) or self._p2p is None:
                 raise
-            await self._connect(peer)
+            await dial(self._p2p, peer, self._addresses[peer])
             answer = await self._call_peer(peer)
         return read_introduction(answer.value)
 
     async def _call_peer(self, peer: str) -> Any:
         assert self._p2p is not None
         return await self._p2p.call_protobuf_handler(PeerID.from_base58(peer), self._handler, BytesValue(), BytesValue)
-
-    async def _connect(self, peer: str) -> None:
-        """Have the daemon connect to a peer that its own routing does not find."""
-        assert self._p2p is not None
-        try:
-            addresses = [Multiaddr(one) for one in self._addresses[peer]]
-        except ValueError as error:
-            raise ConnectionError(f"its record has an address that is none: {error}") from None
-        try:
-            await self._p2p._client.connect(PeerID.from_base58(peer), addresses)  # no public way
-        except ControlFailure as error:
-            raise ConnectionError(f"libp2p does not reach it: {error}") from None
 
     async def _answer(self, request: BytesValue, context: Any) -> BytesValue:
         endpoints: list[list[Any]] = []

@@ -1,0 +1,35 @@
+"""Addresses as the libp2p daemon reads them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("hivemind")
+
+from lightning_hivemind.network.dialing import encode
+
+PEER = "12D3KooWKqmwm5m8ASfxZjnXdhmWSzUgT21rXrCkf4H2dxpJhCY8"
+#: an ed25519 key as libp2p writes it: an identity multihash of 36 bytes
+PEER_BYTES = bytes.fromhex("0024080112 2094f15576e30a975a844078731ac3c6187ce473d9de0a6052288d02a66a4d2309")
+IPV4 = bytes.fromhex("04 01020304 06 0050")
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        ("/ip4/1.2.3.4/tcp/80", IPV4),
+        (f"/ip4/1.2.3.4/tcp/80/p2p/{PEER}", IPV4 + b"\xa5\x03\x26" + PEER_BYTES),
+        (
+            f"/ip4/1.2.3.4/tcp/80/p2p/{PEER}/p2p-circuit/p2p/{PEER}",
+            IPV4 + b"\xa5\x03\x26" + PEER_BYTES + b"\xa2\x02" + b"\xa5\x03\x26" + PEER_BYTES,
+        ),
+    ],
+)
+def test_an_address_is_written_as_its_specification_says(text: str, data: bytes) -> None:
+    assert encode(text) == data
+
+
+@pytest.mark.parametrize("text", ["x", "/p2p/", "/foo/1", "/ip4/1.2.3.4/tcp/99999", "/ip4/1.2.3.4/p2p/!!"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="Invalid"):
+        encode(text)
