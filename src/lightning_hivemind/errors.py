@@ -43,6 +43,14 @@ class AddressError(NetworkError, ValueError):
 class DaemonError(NetworkError):
     """The libp2p daemon did not start; or it, the DHT process or an averager is gone."""
 
+    @classmethod
+    def gone(cls, part: str) -> DaemonError:
+        """``part`` of a peer has ended while it trained."""
+        return cls(
+            f"This peer's {part} is gone (was it killed, or out of memory?). Parameters are those of the last"
+            " committed epoch. Restart this peer: it will take the swarm's state."
+        )
+
 
 class JoinError(NetworkError):
     """None of ``initial_peers`` could be reached."""

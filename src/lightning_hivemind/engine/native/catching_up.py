@@ -67,7 +67,7 @@ class CatchingUp:
         self._events.emit(
             StateUnavailable(epoch=head.epoch, reason="nobody is there", action="going on from this peer's own state")
         )
-        parts.driver.adopt(head).wait()
+        parts.driver.adopt(head)
         return head
 
     def _donors(self) -> list[str]:

@@ -43,12 +43,14 @@ from lightning_hivemind.engine.native.state.questions import read as read_questi
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, decode, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
-from lightning_hivemind.errors import WireError
+from lightning_hivemind.errors import EngineStuckError, WireError
 
 log = logging.getLogger("lightning_hivemind")
 
 #: exchanges of rounds that this peer is, or was just, in; more than two is a peer that calls and never begins
 MOST_EXCHANGES = 4
+#: for the training thread's words to be seen to; the rounds' thread is never busy for a second
+ANSWER_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,23 +139,25 @@ class Driver:
 
     # ------------------------------------------------------------------ what the training side says
 
-    def contributed(self) -> threading.Event:
-        """The training side has other samples than before, or is between two batches. The event: it was seen to."""
-        return self._tell(lambda now: self._peer.contributed(self._training.samples, now))
+    # These three wait until it was seen to, and raise EngineStuckError if it never is.
 
-    def adopt(self, head: Head) -> threading.Event:
+    def contributed(self) -> None:
+        """The training side has other samples than before, or is between two batches."""
+        self._tell(self._count)
+
+    def adopt(self, head: Head) -> None:
         """This peer's state is that of ``head``."""
 
         def adopted(now: float) -> None:
             self._training.adopted(head)
             self._peer.adopt(head, (), now)
-            self._peer.contributed(self._training.samples, now)
+            self._count(now)
 
-        return self._tell(adopted)
+        self._tell(adopted)
 
-    def follow(self, head: Head) -> threading.Event:
+    def follow(self, head: Head) -> None:
         """Take part in the rounds of those at ``head``, whose state this peer does not have yet."""
-        return self._tell(lambda now: self._follow(head, (), now))
+        self._tell(lambda now: self._follow(head, (), now))
 
     def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float) -> None:
         """A peer's record was read; see :meth:`.peer.Peer.saw`. A connection to it is warm before the first round."""
@@ -248,7 +252,7 @@ class Driver:
         peer = self._peer
         self.status = Status(head=peer.head, due=peer.due, swarm_samples=peer.swarm_samples, living=peer.living)
 
-    def _tell(self, event: Callable[[float], None]) -> threading.Event:
+    def _tell(self, event: Callable[[float], None]) -> None:
         done = threading.Event()
 
         def told(_: float) -> None:
@@ -258,7 +262,14 @@ class Driver:
                 done.set()
 
         self._events.put(told)
-        return done
+        if not done.wait(ANSWER_S):
+            raise EngineStuckError(
+                f"the thread that averages did not answer in {ANSWER_S:.0f} s. Parameters are those of the last"
+                " committed epoch. Restart this peer: it will take the swarm's state."
+            )
+
+    def _count(self, now: float) -> None:
+        self._peer.contributed(self._training.samples, now)
 
     def _answer_call(self, now: float) -> None:
         """Join the round that has called, once this peer's batch is finished or not worth waiting for."""
@@ -270,7 +281,7 @@ class Driver:
     def _follow(self, head: Head, commits: tuple[Commit, ...], now: float) -> None:
         self._training.behind(head, commits)
         self._peer.adopt(head, commits, now)
-        self._peer.contributed(self._training.samples, now)
+        self._count(now)
 
     def _carry_out(self) -> None:
         while actions := self._peer.take():
@@ -299,7 +310,7 @@ class Driver:
                 exchange = self._exchanges.pop(commit.round, None)
                 self._given = self._called = None
                 self._training.committed(commit, exchange.result if complete and exchange is not None else None)
-                self._peer.contributed(self._training.samples, time.monotonic())
+                self._count(time.monotonic())
             case GiveUp(round=round_id, reason=reason):
                 exchange = self._exchanges.pop(round_id, None)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):

@@ -25,7 +25,7 @@ from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
-from lightning_hivemind.errors import DaemonError, EngineStuckError
+from lightning_hivemind.errors import DaemonError
 from lightning_hivemind.events import (
     BatchAccumulated,
     EpochCommitted,
@@ -39,11 +39,10 @@ from lightning_hivemind.events import (
     SwarmReady,
     Waiting,
 )
-from lightning_hivemind.network.daemon import PeerNetwork
+from lightning_hivemind.network.daemon import NETWORK_PARTS, PeerNetwork
 
 POLL_S = 0.2
 REPORT_S = 5.0
-ANSWER_S = 30.0  # of the rounds' thread; it is never busy for a second
 RECORDS_S = 1.0
 IDLE_S = 1.0  # how long an auxiliary peer waits for something to happen before it lets the loop go round
 
@@ -101,20 +100,14 @@ class NativeEngine:
     def synchronise(self) -> StepOutcome:
         parts, whereabouts = self._running(), self._whereabouts
         assert whereabouts is not None
-        assert self._catching_up is not None
         heads = whereabouts.first_look()
         best = max(heads, key=lambda one: (one.samples, one.epoch), default=None)
         if best is not None and (best.outweighs(self._head) or (self._a.initial_peers and self._head.epoch == 0)):
-            parts.driver.follow(best).wait(ANSWER_S)
-            whereabouts.start()
-            if not self._a.auxiliary:
-                self._head = self._catching_up.run(self._head)
-            else:
-                self._head = best
+            parts.driver.follow(best)
         else:
-            parts.driver.adopt(self._head).wait(ANSWER_S)
-            whereabouts.start()
-        self._between_batches(wait=False)
+            parts.driver.adopt(self._head)
+        whereabouts.start()
+        self._between_batches(wait=False)  # who follows owes a state
         self._count_peers()
         self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self._num_peers))
         return StepOutcome(epoch=self.epoch, committed=False)
@@ -162,7 +155,7 @@ class NativeEngine:
 
     def discard(self) -> int:
         lost = self._gradients.discard()
-        self._tell()
+        self._running().driver.contributed()
         return lost
 
     def batch_weight(self, batch_samples: int) -> float:
@@ -172,7 +165,7 @@ class NativeEngine:
         """Do everything that is due; with ``wait``, until no round of this peer is. True if a step was made."""
         parts, committed, began = self._running(), False, time.monotonic()
         handover, reported = parts.handover, began
-        self._tell()
+        parts.driver.contributed()
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():
             while (step := handover.next_step(self._head)) is not None:
@@ -213,12 +206,12 @@ class NativeEngine:
         commit, head = step.commit, step.commit.head
         self._announce_round()
         if not self._a.auxiliary:
-            assert step.average is not None
-            if self._a.reuse_grad_buffers and not self._a.recreates_optimizer:
+            steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
+            if steps_on_sums:
                 self._gradients.park()
             self._stepper.step(step.average, head)
-            if self._a.reuse_grad_buffers and not self._a.recreates_optimizer:
-                self._gradients.park()
+            if steps_on_sums:
+                self._gradients.park()  # the next sum begins at zero, not at this average
         self._head = head
         self._events.emit(
             EpochCommitted(
@@ -267,13 +260,6 @@ class NativeEngine:
                     expected=self._num_peers,
                     action="nothing was changed; the next attempt has the same gradients",
                 )
-            )
-
-    def _tell(self) -> None:
-        if not self._running().driver.contributed().wait(ANSWER_S):
-            raise EngineStuckError(
-                f"the thread that averages did not answer in {ANSWER_S:.0f} s. Parameters are those of the last"
-                " committed epoch. Restart this peer: it will take the swarm's state."
             )
 
     def _report_batch(self, batch_samples: int) -> None:
@@ -346,11 +332,7 @@ class NativeEngine:
 
     def _check_processes(self) -> None:
         if not self._network.is_alive() and not self._training.should_abort():
-            raise DaemonError(
-                "This peer's DHT process, libp2p daemon or directory of sockets is gone (was it killed, or out of"
-                " memory?). Parameters are those of the last committed epoch. Restart this peer: it will take the"
-                " swarm's state."
-            )
+            raise DaemonError.gone(NETWORK_PARTS)
 
     def _running(self) -> Parts:
         if self._parts is None:

@@ -29,7 +29,7 @@ class Step:
     """A global step to be applied. ``mine``: of this peer's samples, how many are in it."""
 
     commit: Commit
-    average: Tensor | None
+    average: Tensor
     mine: int
     began: float
 
@@ -95,16 +95,18 @@ class Handover:
         now = time.monotonic()
         listed = [one for one in commit.contributions if one.peer == self._me]
         lost = self._gradients.committed(listed, commit.head.epoch)
+        mine = sum(one.samples for one in listed)
         with self.changed:
             began = self._began if self.under_way else now
-            self._pace.step(commit.samples - sum(one.samples for one in listed), now)
+            self._pace.step(commit.samples - mine, now)
             self._head, self.under_way, self._failure = commit.head, False, None
             self._lost += lost
-            self._steps.append(Step(commit, average, sum(one.samples for one in listed), began))
             if average is None:
                 self._steps.clear()
                 self.owes = True
-            elif len(self._steps) > self._most_waiting:
+            else:
+                self._steps.append(Step(commit, average, mine, began))
+            if len(self._steps) > self._most_waiting:
                 self._steps.popleft()
                 self.owes = True
             self.changed.notify_all()

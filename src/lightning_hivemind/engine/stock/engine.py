@@ -35,7 +35,7 @@ from lightning_hivemind.events import (
     StopRequested,
     SwarmReady,
 )
-from lightning_hivemind.network.daemon import PeerNetwork
+from lightning_hivemind.network.daemon import NETWORK_PARTS, PeerNetwork
 
 T = TypeVar("T")
 
@@ -344,15 +344,12 @@ class StockEngine:
         """Raise DaemonError, and not whatever it leads to, if a process of this peer is gone."""
         dead = self._dead_process
         if dead is not None and not self._training.should_abort():
-            raise DaemonError(
-                f"This peer's {dead} is gone (was it killed, or out of memory?). Parameters are those of the last"
-                " committed epoch. Restart this peer: it will take the swarm's state."
-            )
+            raise DaemonError.gone(dead)
 
     @property
     def _dead_process(self) -> str | None:
         if not self._network.is_alive():
-            return "DHT process, libp2p daemon or directory of sockets"
+            return NETWORK_PARTS
         return None if self._parts is None else self._parts.dead
 
     @property
