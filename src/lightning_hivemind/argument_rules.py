@@ -239,7 +239,6 @@ _NOT_NATIVE: Mapping[str, Any] = {
     "average_opt_statistics": (),
     "average_state_every": 1,
     "averager_opts": {},
-    "client_mode": False,
     "grad_averager_factory": None,
     "load_state_compression": None,
     "performance_ema_alpha": 0.1,

@@ -55,13 +55,18 @@ class PeerFailed(AssertionError):
 class Commit:
     """What a peer recorded at the end of the batch after which it was at ``epoch``.
 
-    ``samples`` are the indices of all samples that this peer has in that step, by batch; ``lost`` those that it had
-    gathered for it and dropped. ``adopted``: the state came from another peer.
+    Of a step that came together with a later one, in one batch, what was recorded when it was made: ``global_step`` is
+    then that before the batch.
+
+    ``samples`` are the indices of all samples that this peer has in that step, by batch; ``of`` the epoch whose
+    parameters each batch saw; ``lost`` the samples that it had gathered for the step and dropped. ``adopted``: the
+    state came from another peer.
     """
 
     epoch: int
     digest: str
     samples: list[list[int]]
+    of: list[int]
     lost: list[list[int]]
     lr: float
     global_step: int
@@ -156,7 +161,10 @@ class Peer:
     def commits(self) -> dict[int, Commit]:
         """By epoch. An epoch that the peer skipped (it took the swarm's state) is missing."""
         keys = Commit.__dataclass_fields__
-        return {r["epoch"]: Commit(**{k: r[k] for k in keys}) for r in self.said("commit")}
+        last = max((r["epoch"] for r in self.said("commit")), default=-1)
+        records = [r for r in self.said("step") if r["epoch"] < last] + self.said("commit")
+        found = {r["epoch"]: Commit(**{k: r[k] for k in keys}) for r in records}
+        return dict(sorted(found.items()))
 
     def parameters(self, epoch: int | str) -> np.ndarray:
         """All parameters in one float64 vector, as they were when the commit of ``epoch`` was recorded.

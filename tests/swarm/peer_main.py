@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,18 +49,26 @@ class Recorder:
             self._file.write(json.dumps({"event": event, "time": time.time(), **fields}, default=str) + "\n")
 
 
+class Batch(NamedTuple):
+    """Indices of its samples, and of which epoch the parameters were that it saw."""
+
+    indices: list[int]
+    epoch: int
+
+
 class Ledger:
     """Which samples are in which step, read off the order of the events (they come in the training thread)."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.pending: list[list[int]] = []
-        self.lost: list[list[int]] = []
-        self.of_epoch: dict[int, tuple[list[list[int]], list[list[int]]]] = {}
+        self.pending: list[Batch] = []
+        self.lost: list[Batch] = []
+        self.of_epoch: dict[int, tuple[list[Batch], list[Batch]]] = {}
         self.adopted: set[int] = set()
+        self.on_commit: Callable[[int], None] = lambda epoch: None
 
-    def take(self, indices: list[int]) -> None:
-        self.pending.append(indices)
+    def take(self, indices: list[int], epoch: int) -> None:
+        self.pending.append(Batch(indices, epoch))
 
     def on_event(self, event: Any) -> None:
         values = event.as_dict()
@@ -67,10 +76,11 @@ class Ledger:
         kind = type(event).__name__
         if kind == "EpochCommitted":
             self.close(event.epoch, event.samples)
+            self.on_commit(event.epoch)
         elif kind == "BatchDropped":  # the newest batch, and with reused buffers those before it
             dropped = 0
             while dropped < event.samples:
-                dropped += len(self.pending[-1])
+                dropped += len(self.pending[-1].indices)
                 self.lost.append(self.pending.pop())
         elif kind == "RoundMissed":
             self.lost += self._oldest(event.samples_lost)
@@ -79,14 +89,18 @@ class Ledger:
 
     def close(self, epoch: int, samples: int | None = None) -> None:
         """The oldest ``samples`` (None: all) were in the step that led to ``epoch``."""
-        of_epoch = self._oldest(sum(map(len, self.pending)) if samples is None else samples)
+        of_epoch = self._oldest(count(self.pending) if samples is None else samples)
         self.of_epoch[epoch], self.lost = (of_epoch, self.lost), []
 
-    def _oldest(self, samples: int) -> list[list[int]]:
-        taken: list[list[int]] = []
-        while self.pending and sum(map(len, taken)) < samples:
+    def _oldest(self, samples: int) -> list[Batch]:
+        taken: list[Batch] = []
+        while self.pending and count(taken) < samples:
             taken.append(self.pending.pop(0))
         return taken
+
+
+def count(batches: list[Batch]) -> int:
+    return sum(len(batch.indices) for batch in batches)
 
 
 def digest_of(model: torch.nn.Module) -> str:
@@ -264,7 +278,7 @@ class BeforeBatch:
                     parameter.add_(spec.free["move_parameters"])
         if number == 1 and "extra_value" in spec.free:
             self._strategy.arguments.extra_tensors[0].fill_(spec.free["extra_value"])
-        self._ledger.take(batch["index"].tolist())
+        self._ledger.take(batch["index"].tolist(), now_at(self._trainer, self._strategy))
         if spec.delay_s and number >= spec.delay_from_batch:
             pause(spec.delay_s)
 
@@ -277,23 +291,27 @@ def wait(condition: Any, what: str) -> None:
         time.sleep(0.02)
 
 
+def now_at(trainer: Any, strategy: Any) -> int:
+    """Global steps so far."""
+    return int(trainer.global_step if strategy is None else strategy.global_epoch)
+
+
 def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Recorder, ledger: Ledger) -> Any:
-    """The callback that writes one record per committed step."""
+    """The callback that writes ``commit`` after each batch that brought a step, and ``step`` at each step itself."""
 
     class Recording(pl.Callback):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             self.epoch: int | None = None
 
-        def now_at(self, trainer: Any) -> int:
-            return int(trainer.global_step if strategy is None else strategy.global_epoch)
-
         def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
             if self.epoch is None:  # where this peer starts: a fresh model, a checkpoint, or the swarm's state
-                self.epoch = self.now_at(trainer)
+                self.epoch = now_at(trainer, strategy)
                 self.write("commit", trainer, model, self.epoch)
+                if spec.engine == "native":  # may make two steps between two batches
+                    ledger.on_commit = lambda epoch: self.write("step", trainer, model, epoch)
 
         def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            epoch = self.now_at(trainer)
+            epoch = now_at(trainer, strategy)
             if strategy is None and epoch != self.epoch:
                 ledger.close(epoch)
             if epoch != self.epoch:
@@ -314,8 +332,9 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
                 event,
                 epoch=epoch,
                 digest=digest_of(model),
-                samples=samples,
-                lost=lost,
+                samples=[batch.indices for batch in samples],
+                of=[batch.epoch for batch in samples],
+                lost=[batch.indices for batch in lost],
                 lr=trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else 0.0,
                 global_step=trainer.global_step,
                 adopted=epoch in ledger.adopted,
@@ -326,9 +345,12 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
             if not trainer.sanity_checking:
                 save_parameters(spec, model, f"validated_{model.batches_seen}")
                 recorder.write(
-                    "validated", epoch=self.now_at(trainer), global_step=trainer.global_step, batch=model.batches_seen,
+                    "validated",
+                    epoch=now_at(trainer, strategy),
+                    global_step=trainer.global_step,
+                    batch=model.batches_seen,
                     digest=digest_of(model),
-                )  # fmt: skip
+                )
 
         def on_exception(self, trainer: Any, model: Any, exception: BaseException) -> None:
             recorder.write("exception", kind=type(exception).__name__, text=str(exception))

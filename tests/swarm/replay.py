@@ -20,8 +20,9 @@ def replay(
 ) -> dict[int, np.ndarray]:
     """Parameters after each step of a run with the peers' recorded samples as one batch, by step.
 
-    ``clip`` gets the parameters when their gradients are in place. ``stale``: gradients are those of the parameters
-    before the last step, as in a delayed run of one batch a step. Fails if a peer has no record of a step.
+    A batch that saw older parameters (a peer that was late) does so here. ``clip`` gets the parameters when their
+    gradients are in place. ``stale``: all gradients are those of the parameters before the last step, as in a delayed
+    run of one batch a step. Fails if a peer has no record of a step.
     """
     options: dict[str, Any] = peers[0].spec.model
     net = make_net(**{key: options[key] for key in ("width", "norm", "seed") if key in options})
@@ -30,22 +31,36 @@ def replay(
     data = Numbered(peers[0].spec.data_samples)
     found = {0: flat(net)}
     for step in range(1, steps + 1):
-        indices = [index for peer in peers for index in peer.commits[step].indices]
-        batch = data.rows(indices)
         optimizer.zero_grad()
         here = [p.detach().clone() for p in net.parameters()]
-        if stale and step >= 2:
-            torch.nn.utils.vector_to_parameters(torch.from_numpy(found[step - 2]).float(), net.parameters())
-        (mse_loss(net(batch["x"]), batch["y"]) * options.get("scale_loss", 1.0)).backward()
-        with torch.no_grad():
-            for parameter, value in zip(net.parameters(), here, strict=True):
-                parameter.copy_(value)
+        seen = _by_parameters(peers, step)
+        total = sum(map(len, seen.values()))
+        for epoch, indices in seen.items():
+            epoch = max(0, step - 2) if stale else epoch
+            if epoch != step - 1:
+                torch.nn.utils.vector_to_parameters(torch.from_numpy(found[epoch]).float(), net.parameters())
+            batch = data.rows(indices)
+            loss = mse_loss(net(batch["x"]), batch["y"]) * options.get("scale_loss", 1.0)
+            (loss if len(indices) == total else loss * (len(indices) / total)).backward()
+            with torch.no_grad():
+                for parameter, value in zip(net.parameters(), here, strict=True):
+                    parameter.copy_(value)
         if clip is not None:
             clip(list(net.parameters()))
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
         found[step] = flat(net)
+    return found
+
+
+def _by_parameters(peers: Sequence[Peer], step: int) -> dict[int, list[int]]:
+    """The samples of all peers in that step, by the epoch whose parameters they saw."""
+    found: dict[int, list[int]] = {}
+    for peer in peers:
+        commit = peer.commits[step]
+        for indices, epoch in zip(commit.samples, commit.of, strict=True):
+            found.setdefault(epoch, []).extend(indices)
     return found
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from swarm.checks import assert_complete, assert_ledger, together
@@ -12,9 +10,6 @@ from swarm.replay import distance, next_step, replay
 from swarm.spec import ENDLESS
 
 pytestmark = pytest.mark.swarm
-
-#: not in ``make test`` yet: the recorder writes at the end of a batch, and misses one of two steps that come in one
-ON_REQUEST = pytest.mark.skipif("native" not in os.environ.get("ENGINES", ""), reason="ENGINES=native runs it")
 
 
 @pytest.fixture
@@ -26,7 +21,6 @@ def digests(swarm_peers: list, epoch: int) -> set[str]:  # type: ignore[type-arg
     return {peer.commits[epoch].digest for peer in swarm_peers}
 
 
-@ON_REQUEST
 def test_peers_are_bit_identical_and_equal_one_process(swarm: Swarm) -> None:
     steps = 20
     peers = swarm.start(
@@ -38,7 +32,6 @@ def test_peers_are_bit_identical_and_equal_one_process(swarm: Swarm) -> None:
     assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, steps + 1))
 
 
-@ON_REQUEST
 def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(swarm: Swarm) -> None:
     steps = 20
     peers = swarm.start(2, model={"optimizer": "momentum"}, trainer={"max_steps": steps}, delay_s=0.02)
@@ -46,7 +39,6 @@ def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(
     assert distance(peers[0].parameters(steps), replay(peers, steps)[steps]) < 1e-5
 
 
-@ON_REQUEST
 @pytest.mark.parametrize("codec", ["Float16Compression()", "Uniform8BitQuantization()"])
 def test_with_compression_peers_are_still_bit_identical(swarm: Swarm, codec: str) -> None:
     peers = swarm.start(2, strategy_code={"grad_compression": codec}, trainer={"max_steps": 5}, delay_s=0.02)
@@ -56,7 +48,6 @@ def test_with_compression_peers_are_still_bit_identical(swarm: Swarm, codec: str
     assert distance(peers[0].parameters(1), replay(peers, 1)[1]) < 1e-2
 
 
-@ON_REQUEST
 def test_a_killed_peer_costs_two_seconds_and_nothing_else(swarm: Swarm) -> None:
     first, second, third = swarm.start(3, trainer=ENDLESS, delay_s=0.05)
     for peer in (first, second, third):
@@ -71,7 +62,6 @@ def test_a_killed_peer_costs_two_seconds_and_nothing_else(swarm: Swarm) -> None:
     assert_ledger([first, second])
 
 
-@ON_REQUEST
 def test_a_frozen_peer_is_left_behind_and_catches_up(swarm: Swarm) -> None:
     first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
     first.wait_epoch(2)
@@ -89,7 +79,6 @@ def test_a_frozen_peer_is_left_behind_and_catches_up(swarm: Swarm) -> None:
     assert len(digests([first, second], epoch)) == 1
 
 
-@ON_REQUEST
 def test_a_late_joiner_takes_the_state_of_a_running_swarm_and_trains_along(swarm: Swarm) -> None:
     common = {"model": {"optimizer": "adamw", "lr": 0.01, "norm": True}, "trainer": ENDLESS, "delay_s": 0.05}
     first, second = swarm.start(2, **common)
@@ -104,7 +93,6 @@ def test_a_late_joiner_takes_the_state_of_a_running_swarm_and_trains_along(swarm
     assert len(digests(peers, epoch)) == 1
 
 
-@ON_REQUEST
 def test_a_slow_peer_is_not_waited_for_and_still_contributes(swarm: Swarm) -> None:
     quick, other, slow = swarm.start(
         3, peers=[{}, {}, {"delay_s": 0.6, "delay_from_batch": 3}], trainer=ENDLESS, delay_s=0.02,

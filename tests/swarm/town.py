@@ -28,23 +28,28 @@ class Town:
         self.ports: dict[str, int] = {}
         self.certificates: dict[str, Certificate | None] = {}
 
-    def add(self, name: str, sink: Sink) -> Links:
-        """A peer that listens, and can reach all others."""
+    def add(self, name: str, sink: Sink, *, listens: bool = True) -> Links:
+        """A peer that can reach all others, and listens, or (as a client) cannot be dialled."""
         self.certificates[name] = certificate = Certificate.create() if self._secure else None
 
         def introduce(peer: str) -> Introduction:
             if peer not in self.links:
                 raise ConnectionRefusedError(peer)
-            shown = self.certificates[peer]
+            shown, endpoints = self.certificates[peer], ()
+            if peer in self.ports:
+                endpoints = (("127.0.0.1", self.ports[peer]),)
+            else:
+                self.links[peer].invite(name)
             return Introduction(
-                endpoints=(("127.0.0.1", self.ports[peer]),),
+                endpoints=endpoints,
                 fingerprint=shown.fingerprint if shown is not None else b"",
                 token=self.links[peer].expect(name),
             )
 
         links = Links(sink, certificate=certificate, introduce=introduce, detect_s=self._detect_s)
         self.links[name] = links
-        self.ports[name] = links.listen("127.0.0.1")
+        if listens:
+            self.ports[name] = links.listen("127.0.0.1")
         return links
 
     def close(self) -> None:

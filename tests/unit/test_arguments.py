@@ -124,7 +124,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "gloo"}, "engine='gloo': is unknown; choose one of 'hivemind', 'native'"),
     ({"max_staleness": 4}, 'leave it away, or use engine="native"'),
     ({"engine": "native", "use_local_updates": True}, 'leave it away, or use engine="hivemind"'),
-    ({"engine": "native", "client_mode": True, "initial_peers": PEER}, 'leave it away, or use engine="hivemind"'),
     ({"verbose": 1}, "verbose=1: a int is not a truth value; give True or False"),
     ({"matchmaking_time": 0}, "matchmaking_time=0: is not a finite number above 0"),
     ({"matchmaking_time": float("nan")}, "matchmaking_time=nan: is not a finite number above 0"),

@@ -49,9 +49,9 @@ class City(Town):
         super().__init__(secure=secure, detect_s=DETECT_S)
         self.ledgers: dict[str, Ledger] = {}
 
-    def settle(self, name: str) -> Links:
+    def settle(self, name: str, *, listens: bool = True) -> Links:
         self.ledgers[name] = Ledger()
-        return self.add(name, self.ledgers[name])
+        return self.add(name, self.ledgers[name], listens=listens)
 
 
 @pytest.fixture(params=[True, False], ids=["TLS", "in the clear"])
@@ -184,3 +184,48 @@ def test_a_peer_that_falls_silent_is_lost() -> None:
             wait_for(lambda: town.ledgers["second"].losses, "the loss")
     assert town.ledgers["second"].losses[0] == ("first", "silent for too long")
     town.links["second"].close()
+
+
+def test_frames_go_both_ways_between_a_peer_and_a_client_that_cannot_be_dialled(town: City) -> None:
+    peer, client = town.settle("peer"), town.settle("client", listens=False)
+    payload = os.urandom(1 << 20)
+    peer.send("client", Header(kind=Kind.INPUT, chunk=1, length=len(payload)), (payload,))
+    client.send("peer", Header(kind=Kind.RESULT, chunk=2, length=len(payload)), (payload,))
+    for name, other, chunk in (("client", "peer", 1), ("peer", "client", 2)):
+        ledger = town.ledgers[name]
+        wait_for(lambda ledger=ledger: ledger.frames, f"{name} has its frame")
+        ((sender, header, data),) = ledger.frames
+        assert (sender, header.chunk, data) == (other, chunk, payload)
+
+
+@pytest.mark.parametrize("by", ["peer", "client"])
+def test_a_connection_of_a_client_that_breaks_is_made_again(town: City, by: str) -> None:
+    peer, client = town.settle("peer"), town.settle("client", listens=False)
+    peer.send("client", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["client"].frames, "a connection")
+    town.links[by].drop("client" if by == "peer" else "peer")
+    deadline, before = time.monotonic() + WAIT_S, len(town.ledgers["client"].frames)
+    while len(town.ledgers["client"].frames) == before or not town.ledgers["peer"].frames:
+        peer.send("client", Header(kind=Kind.INPUT, length=2), (b"hi",))  # one may be lost on the way
+        client.send("peer", Header(kind=Kind.INPUT, length=2), (b"hi",))
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert town.ledgers["peer"].losses == town.ledgers["client"].losses == []
+
+
+def test_a_client_whose_process_ends_is_lost(town: City) -> None:
+    peer, client = town.settle("peer"), town.settle("client", listens=False)
+    peer.send("client", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["client"].frames, "a connection")
+    client.close()
+    wait_for(lambda: town.ledgers["peer"].losses, "the loss")
+    assert [name for name, _ in town.ledgers["peer"].losses] == ["client"]
+
+
+def test_two_clients_are_lost_to_one_another_at_once_and_not_waited_for(town: City) -> None:
+    one = town.settle("one", listens=False)
+    town.settle("other", listens=False)
+    one.send("other", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["one"].losses, "the loss", timeout_s=DETECT_S)
+    ((name, reason),) = town.ledgers["one"].losses
+    assert (name, "client_mode" in reason) == ("other", True)

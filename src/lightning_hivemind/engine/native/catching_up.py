@@ -8,6 +8,8 @@ from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.parts import Parts
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.relay import Relay
+from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import StateError
@@ -31,6 +33,9 @@ class CatchingUp:
     ) -> None:
         self._a, self._parts, self._records, self._training = arguments, parts, records, training
         self._stepper, self._events = stepper, events
+        self._relay = Relay(
+            parts.downloads, self._donors, lambda: parts.driver.status.head, stepper.read, training.should_abort
+        )
 
     def run(self, head: Head) -> Head:
         """Fetch and install a state; returns where this peer stands then: where it stood (``head``) if nobody has one.
@@ -64,17 +69,40 @@ class CatchingUp:
                 f"this peer could not download the swarm's state in {self._a.load_state_timeout:.0f} s"
                 f" (load_state_timeout): {problem} Nothing was changed here."
             )
+        reason = "nobody is there"
+        if self._out_of_reach - set(self._records.auxiliaries):
+            reason = "all that train are clients, as this peer is"
+            swarm = parts.driver.status.head
+            if swarm is not None and swarm.epoch > head.epoch:
+                raise StateError(
+                    f"this peer is at epoch {head.epoch}, the swarm at {swarm.epoch}, and nobody can give it the"
+                    f" swarm's state: {reason}. At least one peer, if only a helper (auxiliary=True), must be reachable"
+                    " (not in client_mode). Nothing was changed here."
+                )
         self._events.emit(
-            StateUnavailable(epoch=head.epoch, reason="nobody is there", action="going on from this peer's own state")
+            StateUnavailable(epoch=head.epoch, reason=reason, action="going on from this peer's own state")
         )
         parts.driver.adopt(head)
         return head
 
+    def pass_on(self, known: Snapshot | None) -> Snapshot | None:
+        """For a helper's donor: a state of those that whoever asks cannot reach."""
+        return self._relay.copy(known)
+
     def _donors(self) -> list[str]:
-        """Other peers that train and can be asked, those that can be reached first."""
-        living, trainers = self._parts.driver.status.living, self._records.trainers
-        auxiliary = set(self._records.auxiliaries)
-        return [peer for peer in living if peer not in auxiliary][:MOST_DONORS] or sorted(trainers)[:MOST_DONORS]
+        """Other peers that can be asked: those that train; where all of them are out of reach, those that help."""
+        helpers, clients = set(self._records.auxiliaries), self._out_of_reach
+        living = self._parts.driver.status.living
+        found = [peer for peer in living if peer not in helpers | clients]
+        found = found or sorted(set(self._records.trainers) - helpers - clients)
+        if not found and clients - helpers:
+            found = [peer for peer in living if peer in helpers - clients]
+        return found[:MOST_DONORS]
+
+    @property
+    def _out_of_reach(self) -> frozenset[str]:
+        """Two peers that both accept no connections have none."""
+        return self._parts.driver.status.clients if self._a.client_mode else frozenset()
 
     def _fetch(self, donors: list[str], timeout_s: float) -> Head | None:
         found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, self._training.should_abort)

@@ -98,12 +98,14 @@ class Status:
         head: where the protocol is; None before the first adoption.
         due: whether the swarm has the samples for a round.
         living: the other peers that can be reached, as far as is known.
+        clients: those of them that accept no connections.
     """
 
     head: Head | None = None
     due: bool = False
     swarm_samples: int = 0
     living: tuple[PeerId, ...] = ()
+    clients: frozenset[PeerId] = frozenset()
 
 
 class Driver:
@@ -160,8 +162,11 @@ class Driver:
         self._tell(lambda now: self._follow(head, (), now))
 
     def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float) -> None:
-        """A peer's record was read; see :meth:`.peer.Peer.saw`. A connection to it is warm before the first round."""
-        if peer not in self._greeted and self._links is not None:
+        """A peer's record was read; see :meth:`.peer.Peer.saw`. A connection to it is warm before the first round.
+
+        (One that cannot be dialled is waited for: it greets this peer.)
+        """
+        if reduces and peer not in self._greeted and self._links is not None:
             self._greeted.add(peer)
             self._links.send(peer, Header(kind=Kind.PING))
         self._events.put(lambda now: self._peer.saw(peer, head, samples, reduces, stamp, now))
@@ -250,7 +255,13 @@ class Driver:
         self._carry_out()
         self._answer_call(time.monotonic())
         peer = self._peer
-        self.status = Status(head=peer.head, due=peer.due, swarm_samples=peer.swarm_samples, living=peer.living)
+        self.status = Status(
+            head=peer.head,
+            due=peer.due,
+            swarm_samples=peer.swarm_samples,
+            living=peer.living,
+            clients=peer.clients,
+        )
 
     def _tell(self, event: Callable[[float], None]) -> None:
         done = threading.Event()

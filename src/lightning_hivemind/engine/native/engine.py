@@ -52,7 +52,7 @@ class NativeEngine:
 
     def __init__(self, arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> None:
         self._a, self._network, self._training, self._events = arguments, network, training, events
-        self._head = Head.root(arguments.run_id, network.peer_id)
+        self._head = Head.nowhere() if arguments.auxiliary else Head.root(arguments.run_id, network.peer_id)
         self._stepper = Stepper(training, self._head, delayed=bool(arguments.delay_optimizer_step))
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
@@ -100,7 +100,7 @@ class NativeEngine:
     def synchronise(self) -> StepOutcome:
         parts, whereabouts = self._running(), self._whereabouts
         assert whereabouts is not None
-        heads = whereabouts.first_look()
+        heads = [head for head in whereabouts.first_look() if head != Head.nowhere()]
         best = max(heads, key=lambda one: (one.samples, one.epoch), default=None)
         if best is not None and (best.outweighs(self._head) or (self._a.initial_peers and self._head.epoch == 0)):
             parts.driver.follow(best)
@@ -228,8 +228,11 @@ class NativeEngine:
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; called from the donor's thread."""
         parts = self._parts
-        if parts is None or parts.handover.owes or self._a.auxiliary or parts.driver.status.head is None:
+        if parts is None or parts.handover.owes or parts.driver.status.head is None:
             return None
+        if self._a.auxiliary:
+            assert self._catching_up is not None
+            return self._catching_up.pass_on(known)
         return self._stepper.copy_state(known)
 
     def _owe(self) -> None:

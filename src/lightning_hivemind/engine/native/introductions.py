@@ -124,6 +124,8 @@ class Introductions:
         if self._port is not None:
             assert self._p2p is not None
             endpoints = [[host, self._port] for host in hosts_of(await self._p2p.get_visible_maddrs())]
+        else:
+            self._links.invite(context.remote_id.to_base58())
         token = self._links.expect(context.remote_id.to_base58())
         return BytesValue(value=msgpack.packb([endpoints[:MOST_ENDPOINTS], self._fingerprint, token]))
 

@@ -39,6 +39,11 @@ class Head:
         """Before the first commit: the founder's initial state."""
         return cls(epoch=0, lineage=_digest(b"root", run.encode(), founder.encode()), samples=0)
 
+    @classmethod
+    def nowhere(cls) -> Head:
+        """Of a peer that has no state: every other head outweighs it."""
+        return cls(epoch=0, lineage=b"\xff" * 16, samples=0)
+
     def outweighs(self, other: Head) -> bool:
         """Which of two lineages survives: the one with more samples; between equals the smaller digest."""
         return (self.samples, other.lineage) > (other.samples, self.lineage)

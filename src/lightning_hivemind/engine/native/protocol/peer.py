@@ -81,6 +81,11 @@ class Peer:
         return tuple(self._roster.living())
 
     @property
+    def clients(self) -> frozenset[PeerId]:
+        """Those of :attr:`living` that accept no connections."""
+        return frozenset(peer for peer in self._roster.living() if not self._roster.reduces(peer))
+
+    @property
     def deadline(self) -> float:
         """When :meth:`tick` must be called at the latest."""
         return min(self._report_at, self._last + self._settings.detect_s / 4, self._rounds.deadline)

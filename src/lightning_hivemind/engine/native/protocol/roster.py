@@ -95,6 +95,10 @@ class Roster:
     def knows(self, peer: PeerId) -> bool:
         return peer in self._seen
 
+    def reduces(self, peer: PeerId) -> bool:
+        """Whether all others can reach it."""
+        return self._seen[peer].reduces
+
     def living(self) -> list[PeerId]:
         """All others that are not lost, in a fixed order."""
         return sorted(peer for peer in self._seen if peer not in self._gone)

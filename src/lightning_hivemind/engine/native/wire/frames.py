@@ -26,6 +26,7 @@ class Kind(IntEnum):
     RESULT = 5  #: a reduced chunk, encoded
     REQUEST = 6  #: a question of ``state``
     STATE = 7  #: a part of an answer to it
+    REVERSED = 8  #: as HELLO, of a peer that cannot be dialled: it is the other end that sends on this connection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

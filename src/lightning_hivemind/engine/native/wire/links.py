@@ -23,11 +23,12 @@ from lightning_hivemind.engine.native.wire.connection import (
     tune,
     why,
 )
+from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
-from lightning_hivemind.engine.native.wire.outlet import Outlet
+from lightning_hivemind.engine.native.wire.outlet import Gone, Outlet
 from lightning_hivemind.engine.native.wire.sink import Introduction, Payload, PeerId, Sink
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
-from lightning_hivemind.errors import WireError
+from lightning_hivemind.errors import LightningHivemindError, WireError
 
 log = logging.getLogger("lightning_hivemind")
 
@@ -76,6 +77,7 @@ class Links:
         self._inlets: set[_Inlet] = set()
         self._expected: dict[bytes, _Expected] = {}
         self._listener: socket.socket | None = None
+        self._inviting: set[PeerId] = set()
         self._closed = False
 
     # ------------------------------------------------------------------ the way in
@@ -96,6 +98,31 @@ class Links:
             self._expected[token] = _Expected(peer, now + 3 * HANDSHAKE_S)
         return token
 
+    def invite(self, peer: PeerId) -> None:
+        """Dial ``peer`` for it to send on, since it cannot dial this one. Returns at once; it asks again if need be."""
+        with self._lock:
+            if peer in self._inviting or self._closed:
+                return
+            self._inviting.add(peer)
+        threading.Thread(target=self._invite, args=(peer,), name=f"from {peer[-6:]}", daemon=True).start()
+
+    def _invite(self, peer: PeerId) -> None:
+        try:
+            introduction = self._introduce(peer)
+            sock, _ = dial(introduction, Kind.REVERSED, context=self._client, timeout_s=self._detect_s)
+        except (OSError, LightningHivemindError) as error:
+            log.debug("no connection for %s to send on: %s", peer, why(error))
+            return
+        finally:
+            with self._lock:
+                self._inviting.discard(peer)
+        inlet = _Inlet(sock, peer)
+        with self._lock:
+            if self._closed:
+                close(sock)
+            self._inlets.add(inlet)
+        self._read(inlet)
+
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
@@ -109,21 +136,38 @@ class Links:
                 if welcome:
                     self._inlets.add(inlet)
             if welcome:
-                threading.Thread(target=self._read, args=(inlet,), name="from ?", daemon=True).start()
+                threading.Thread(target=self._receive, args=(inlet,), name="from ?", daemon=True).start()
             else:
                 close(sock)
 
-    def _read(self, inlet: _Inlet) -> None:
-        """One connection from its handshake to its end."""
+    def _receive(self, inlet: _Inlet) -> None:
+        """A connection that somebody has made."""
         try:
             inlet.sock = self._handshake(inlet.sock)
-            inlet.peer = peer = self._identify(inlet.sock)
-            threading.current_thread().name = f"from {peer[-6:]}"
+            greeting, peer = self._identify(inlet.sock)
             inlet.sock.settimeout(self._detect_s)
-            self.send(peer, Header(kind=Kind.PING))  # there are always both directions: each hears that the other lives
+        except (OSError, WireError) as error:
+            self._ended(inlet, error)
+            close(inlet.sock)
+            return
+        if greeting is Kind.REVERSED:
+            with self._lock:
+                self._inlets.discard(inlet)
+            if (outlet := self._outlet(peer)) is not None:
+                outlet.give(inlet.sock)
+            return
+        inlet.peer = peer
+        threading.current_thread().name = f"from {peer[-6:]}"
+        self.send(peer, Header(kind=Kind.PING))  # there are always both directions: each hears that the other lives
+        self._read(inlet)
+
+    def _read(self, inlet: _Inlet) -> None:
+        """A connection of a known peer, to its end."""
+        assert inlet.peer is not None
+        try:
             scratch = bytearray(DRAIN_BYTES)
             while True:
-                read_frame(inlet.sock, peer, self._sink, scratch)
+                read_frame(inlet.sock, inlet.peer, self._sink, scratch)
         except (OSError, WireError) as error:
             self._ended(inlet, error)
         finally:
@@ -159,37 +203,48 @@ class Links:
         except ssl.SSLError as error:
             raise WireError(f"no TLS handshake: {why(error)}") from None
 
-    def _identify(self, sock: socket.socket) -> PeerId:
-        """Whose connection this is, by the token in its first frame."""
+    def _identify(self, sock: socket.socket) -> tuple[Kind, PeerId]:
+        """What this connection is for, and whose it is, by the token in its first frame."""
         frame = memoryview(bytearray(HEADER_BYTES + TOKEN_BYTES))
         read_exactly(sock, frame)
         header, token = Header.unpack(frame[:HEADER_BYTES]), bytes(frame[HEADER_BYTES:])
-        if header.kind is not Kind.HELLO or header.length != TOKEN_BYTES:
+        if header.kind not in (Kind.HELLO, Kind.REVERSED) or header.length != TOKEN_BYTES:
             raise WireError("a connection that does not begin with a token")
         with self._lock:
             match = next((known for known in self._expected if hmac.compare_digest(known, token)), None)
             expected = self._expected.pop(match) if match is not None else None
         if expected is None or expected.until < time.monotonic():
             raise WireError("a token that was not given, was used before, or is too old")
-        return expected.peer
+        return header.kind, expected.peer
 
     # ------------------------------------------------------------------ the way out
 
     def send(self, peer: PeerId, header: Header, payload: Payload = ()) -> None:
         """Queue a frame for ``peer``; connects if there is no connection yet. Never blocks."""
+        if (outlet := self._outlet(peer)) is not None:
+            outlet.send(header, payload)
+
+    def _outlet(self, peer: PeerId) -> Outlet | None:
+        """The way to ``peer``; None when all is closed."""
         with self._lock:
             if self._closed:
-                return
+                return None
             outlet = self._outlets.get(peer)
             if outlet is None:
                 outlet = self._outlets[peer] = Outlet(
                     peer,
-                    introduce=self._introduce,
+                    introduce=self._introduced,
                     context=self._client,
                     patience_s=self._detect_s,
                     lost=self._outlet_lost,
                 )
-        outlet.send(header, payload)
+            return outlet
+
+    def _introduced(self, peer: PeerId) -> Introduction:
+        introduction = self._introduce(peer)
+        if not introduction.endpoints and self._listener is None:
+            raise Gone("neither of the two accepts connections (client_mode)")
+        return introduction
 
     def _outlet_lost(self, outlet: Outlet, reason: str) -> None:
         self._forget(outlet)

@@ -9,11 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import close, tune, why, write
+from lightning_hivemind.engine.native.wire.connection import close, why, write
+from lightning_hivemind.engine.native.wire.dial import Endpoint, dial
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Introduction, Payload, PeerId
-from lightning_hivemind.engine.native.wire.tls import check_pinned
-from lightning_hivemind.errors import LightningHivemindError, WireError
+from lightning_hivemind.errors import LightningHivemindError
 
 #: a connection on which nothing is to be sent says so often that it lives
 PING_S = 0.5
@@ -47,7 +47,7 @@ class Outlet:
         self._closed = False
         self._sock: socket.socket | None = None
         self._given: socket.socket | None = None
-        self._endpoints: tuple[tuple[str, int], ...] = ()
+        self._endpoint: Endpoint | None = None
         self._thread = threading.Thread(target=self._run, name=f"to {peer[-6:]}", daemon=True)
         self._thread.start()
 
@@ -114,7 +114,13 @@ class Outlet:
                 if self._is_gone():
                     raise ConnectionRefusedError
                 introduction = self._introduce(self.peer)
-                sock = self._dial(introduction, deadline) if introduction.endpoints else self._await(deadline)
+                if introduction.endpoints:
+                    timeout_s = max(RETRY_S, deadline - time.monotonic())
+                    sock, endpoint = dial(introduction, Kind.HELLO, context=self._context, timeout_s=timeout_s)
+                    sock.settimeout(self._patience_s)
+                    self._endpoint = endpoint
+                else:
+                    sock = self._await(deadline)
                 break
             except ConnectionRefusedError:
                 raise Gone("its process has ended: nobody listens at its address") from None
@@ -128,46 +134,17 @@ class Outlet:
                 close(sock)
         return sock
 
-    def _dial(self, introduction: Introduction, deadline: float) -> socket.socket:
-        """Try the endpoints in order. Some may mean another machine here than there, so any failure leads on."""
-        failures: list[Exception] = []
-        for endpoint in introduction.endpoints:
-            try:
-                plain = socket.create_connection(endpoint, timeout=max(0.1, deadline - time.monotonic()))
-            except OSError as error:
-                failures.append(error)
-                continue
-            try:
-                sock = self._greet(plain, introduction)
-            except (OSError, WireError) as error:
-                close(plain)
-                failures.append(error)
-            else:
-                self._endpoints = (endpoint,)
-                return sock
-        refused = all(isinstance(one, ConnectionRefusedError) for one in failures)
-        raise failures[0] if refused else next(one for one in failures if not isinstance(one, ConnectionRefusedError))
-
     def _is_gone(self) -> bool:
         """Whether nobody listens any more where the peer was: quicker to know than that libp2p does not answer."""
-        for endpoint in self._endpoints:
-            try:
-                socket.create_connection(endpoint, timeout=self._patience_s).close()
-            except ConnectionRefusedError:
-                return True
-            except OSError:
-                return False
+        if self._endpoint is None:
+            return False
+        try:
+            socket.create_connection(self._endpoint, timeout=self._patience_s).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
         return False
-
-    def _greet(self, plain: socket.socket, introduction: Introduction) -> socket.socket:
-        tune(plain, self._patience_s)
-        sock: socket.socket = plain
-        if self._context is not None:
-            secure = self._context.wrap_socket(plain)
-            check_pinned(secure, introduction.fingerprint)
-            sock = secure
-        write(sock, Header(kind=Kind.HELLO, length=len(introduction.token)), (introduction.token,))
-        return sock
 
     def _await(self, deadline: float) -> socket.socket:
         """Until the other peer, which was asked over libp2p, has dialled."""

@@ -1,0 +1,54 @@
+"""A helper without a state of its own passes on that of a peer which whoever asks cannot reach.
+
+Two peers behind NAT, both without a port that could be forwarded, train with one helper between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
+from lightning_hivemind.engine.native.state.download import Downloads, Reader
+from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot
+
+#: for a whole state; who waits for it asks again
+TIMEOUT_S = 600.0
+
+
+class Relay:
+    """See the module. For a :class:`.Donor`, in whose thread it downloads.
+
+    Args:
+        trainers: who can be asked for a state now.
+        head: where the swarm is.
+        read: checks a description against this peer's model.
+    """
+
+    def __init__(
+        self,
+        downloads: Downloads,
+        trainers: Callable[[], Sequence[PeerId]],
+        head: Callable[[], Head | None],
+        read: Reader,
+        should_abort: Callable[[], bool],
+    ) -> None:
+        self._downloads, self._trainers, self._head, self._read = downloads, trainers, head, read
+        self._should_abort = should_abort
+
+    def copy(self, known: Snapshot | None) -> Snapshot | None:
+        """A state of the swarm as it is now; None if nobody has one. Raises StateError."""
+        if known is not None and known.head == self._head():
+            return known
+        trainers = self._trainers()
+        described: dict[bytes, bytes] = {}
+
+        def read(data: memoryview) -> Description:
+            description = self._read(data)
+            described[description.digest] = bytes(data)
+            return description
+
+        found = self._downloads.fetch(trainers, read, TIMEOUT_S, self._should_abort) if trainers else None
+        if found is None:
+            return None
+        description, memory = found
+        return Snapshot(description.head, described[description.digest], memory, description.digest)

@@ -1,0 +1,57 @@
+"""Makes a connection to a peer that has said, over libp2p, where it listens."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from lightning_hivemind.engine.native.wire.connection import close, tune, write
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.sink import Introduction
+from lightning_hivemind.engine.native.wire.tls import check_pinned
+from lightning_hivemind.errors import WireError
+
+Endpoint = tuple[str, int]
+
+
+def dial(
+    introduction: Introduction, greeting: Kind, *, context: ssl.SSLContext | None, timeout_s: float
+) -> tuple[socket.socket, Endpoint]:
+    """Try the endpoints in order. Some may mean another machine here than there, so any failure leads on.
+
+    Args:
+        greeting: HELLO or REVERSED.
+        context: None connects in the clear.
+        timeout_s: for each endpoint, and of the connection.
+
+    Raises:
+        ConnectionRefusedError: nobody listens at any of them.
+        OSError, WireError: what else went wrong at one of them.
+    """
+    failures: list[Exception] = []
+    for endpoint in introduction.endpoints:
+        try:
+            plain = socket.create_connection(endpoint, timeout=timeout_s)
+        except OSError as error:
+            failures.append(error)
+            continue
+        try:
+            return _greet(plain, introduction, greeting, context, timeout_s), endpoint
+        except (OSError, WireError) as error:
+            close(plain)
+            failures.append(error)
+    others = [one for one in failures if not isinstance(one, ConnectionRefusedError)]
+    raise (others or failures or [ConnectionError("it accepts no connections (client_mode)")])[0]
+
+
+def _greet(
+    plain: socket.socket, introduction: Introduction, greeting: Kind, context: ssl.SSLContext | None, timeout_s: float
+) -> socket.socket:
+    tune(plain, timeout_s)
+    sock: socket.socket = plain
+    if context is not None:
+        secure = context.wrap_socket(plain)
+        check_pinned(secure, introduction.fingerprint)
+        sock = secure
+    write(sock, Header(kind=greeting, length=len(introduction.token)), (introduction.token,))
+    return sock
