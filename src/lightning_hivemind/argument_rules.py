@@ -227,24 +227,24 @@ def _native(values: Values) -> None:
             wrong = 'only engine="native" keeps late gradients'
             raise refusal("max_staleness", values["max_staleness"], wrong, 'leave it away, or use engine="native"')
         return
-    for name, default in _NOT_NATIVE.items():
+    for name, (default, wrong) in _NOT_NATIVE.items():
         if values[name] and values[name] != default:
-            wrong = 'engine="native" does not have it yet'
             raise refusal(name, values[name], wrong, 'leave it away, or use engine="hivemind"')
 
 
-#: arguments that engine="native" refuses, and the values that change nothing
-_NOT_NATIVE: Mapping[str, Any] = {
-    "allreduce_timeout": None,
-    "average_opt_statistics": (),
-    "average_state_every": 1,
-    "averager_opts": {},
-    "grad_averager_factory": None,
-    "load_state_compression": None,
-    "performance_ema_alpha": 0.1,
-    "state_averaging_compression": None,
-    "tracker_opts": {},
-    "use_local_updates": False,
+#: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.
+#: ``average_state_every``, ``average_opt_statistics`` and ``state_averaging_compression`` need nothing: peers are equal
+#: to the last bit after every step.
+_NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
+    "averager_opts": ({}, "these are options of hivemind's averagers"),
+    "grad_averager_factory": (None, 'engine="native" does not have it yet'),
+    "load_state_compression": (
+        None,
+        'with engine="native" a joiner takes the state bit for bit, as all others have it',
+    ),
+    "performance_ema_alpha": (0.1, "it is an option of hivemind's progress tracker"),
+    "tracker_opts": ({}, "these are options of hivemind's progress tracker"),
+    "use_local_updates": (False, 'engine="native" does not have it yet'),
 }
 
 

@@ -181,7 +181,7 @@ class Inhabitant:
         gradients = Gradients(name, [], Statistics([]), max_staleness=1)
         handover = Handover(name, gradients, Pace(64, longest_s=1.0), reduces=True, gives=True)
         settings = Settings(run="run", target_samples=64, chunks=1)
-        self.driver = Driver(Peer(settings, name, b"life"), handover, Layout(1), Exact())
+        self.driver = Driver(Peer(settings, name, b"life"), handover, Layout(1), [Exact()])
         links = town.add(name, self.driver)
         self.donor, self.downloads = Donor(links.send, lambda known: state), Downloads(links.send, 10.0)
         self.driver.start(links, self.donor, self.downloads)

@@ -69,7 +69,7 @@ class Run:
         self.drivers: dict[str, Driver] = {}
         root = Head.root("run", "founder")
         for name in names:
-            driver = Driver(Peer(settings, name, b"life"), self.trainees[name], layout, Exact())
+            driver = Driver(Peer(settings, name, b"life"), self.trainees[name], layout, [Exact()] * layout.chunks)
             self.drivers[name] = driver
             driver.start(self.town.add(name, driver))
         for name, driver in self.drivers.items():

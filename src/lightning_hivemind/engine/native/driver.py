@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,10 +109,10 @@ class Status:
 
 
 class Driver:
-    """One peer: see the module. Its methods may be called from any thread."""
+    """One peer: see the module. Its methods may be called from any thread. ``codecs``: one for each chunk."""
 
-    def __init__(self, peer: Peer, training: Training, layout: Layout, codec: ChunkCodec) -> None:
-        self._peer, self._training, self._layout, self._codec = peer, training, layout, codec
+    def __init__(self, peer: Peer, training: Training, layout: Layout, codecs: Sequence[ChunkCodec]) -> None:
+        self._peer, self._training, self._layout, self._codecs = peer, training, layout, codecs
         self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._exchanges: dict[bytes, Exchange] = {}
         self._given: bytes | None = None
@@ -337,7 +337,7 @@ class Driver:
         result = torch.empty(self._layout.elements)
         while len(self._exchanges) >= MOST_EXCHANGES:
             self._exchanges.pop(next(iter(self._exchanges)))
-        self._exchanges[round_id] = Exchange(self._layout, self._codec, self._peer.me, given.values, result)
+        self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, result)
         self._given = round_id
         self._peer.join(round_id, given.offer, time.monotonic())
 

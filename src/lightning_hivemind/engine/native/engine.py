@@ -56,7 +56,7 @@ class NativeEngine:
         self._stepper = Stepper(training, self._head, delayed=bool(arguments.delay_optimizer_step))
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
-        self._codec = map_codec(arguments.grad_compression, "grad_compression")
+        self._coding = map_codec(arguments.grad_compression, "grad_compression")
         self._gradients = Gradients(
             network.peer_id,
             self._stepper.model_parameters,
@@ -75,11 +75,11 @@ class NativeEngine:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        schema = [*self._training.schema, f"engine native, gradients {self._codec.name}"]
+        schema = [*self._training.schema, f"engine native, gradients {self._coding.name}"]
         self._records = SwarmRecords(self._a, self._network, schema)
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)
-        self._parts = parts = build(self._a, self._network, self._gradients, self._codec, self._copy_state)
+        self._parts = parts = build(self._a, self._network, self._gradients, self._coding, self._copy_state)
         reduces = not self._a.client_mode
         self._whereabouts = Whereabouts(
             self._network,

@@ -30,19 +30,21 @@ class Exchange:
     """See the module.
 
     Args:
+        codecs: one for each chunk.
         given: float32 CPU (elements,), this peer's contribution; unchanged here, and must stay so until the round ends.
             None: it gives nothing.
         result: float32 CPU (elements,), where the average is put; its own memory, so that an aborted round leaves
             ``given`` whole.
     """
 
-    def __init__(self, layout: Layout, codec: ChunkCodec, me: PeerId, given: Tensor | None, result: Tensor) -> None:
-        self._layout, self._codec, self._me = layout, codec, me
+    def __init__(
+        self, layout: Layout, codecs: Sequence[ChunkCodec], me: PeerId, given: Tensor | None, result: Tensor
+    ) -> None:
+        self._layout, self._codecs, self._me = layout, codecs, me
         self._given, self.result = given, result
         self._plan: Plan | None = None
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
         self._reduced: dict[int, memoryview] = {}
-        self._in_place = isinstance(codec, Exact)
 
     def begin(self, plan: Plan) -> None:
         """The plan, or a newer version of it.
@@ -67,7 +69,7 @@ class Exchange:
     def input(self, chunk: int) -> memoryview:
         """This peer's contribution to a chunk, encoded."""
         assert self._given is not None, "this peer has nothing to give in this round"
-        return self._codec.encode(self._given[self._layout.span(chunk)])
+        return self._codecs[chunk].encode(self._given[self._layout.span(chunk)])
 
     def keep_own(self, chunk: int) -> None:
         """This peer reduces the chunk itself."""
@@ -100,13 +102,13 @@ class Exchange:
         """
         size, total = self._layout.size(chunk), sum(one.samples for one in contributions)
         target = self.result[self._layout.span(chunk)]
-        values = torch.empty(size)
+        values, codec = torch.empty(size), self._codecs[chunk]
         for number, one in enumerate(contributions):
             data = self._inputs[chunk, one.peer]
-            if self._in_place:
+            if isinstance(codec, Exact):
                 values = torch.frombuffer(data, dtype=torch.float32) if size else values
             else:
-                self._codec.decode(data, values)
+                codec.decode(data, values)
             if not _finite(values):
                 raise UnusableInput(one.peer, "its gradient has values that are not finite")
             weight = one.samples / total
@@ -114,8 +116,8 @@ class Exchange:
                 torch.mul(values, weight, out=target)
             else:
                 target.add_(values, alpha=weight)
-        self._reduced[chunk] = data = self._codec.encode(target)
-        self._codec.decode(data, target)  # what the others will have
+        self._reduced[chunk] = data = codec.encode(target)
+        codec.decode(data, target)  # what the others will have
 
     # ------------------------------------------------------------------ what comes of it
 
@@ -133,19 +135,19 @@ class Exchange:
         self._check(chunk, length)
         if self._plan is not None and not self._plan.wants(chunk, version, peer):
             return None
-        if self._in_place and self._plan is not None:
+        if isinstance(self._codecs[chunk], Exact) and self._plan is not None:
             return memory_of(self.result[self._layout.span(chunk)])
         return memory_of(torch.empty(length, dtype=torch.uint8))
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
         if self._plan is None or self._plan.wants(chunk, version, peer):
-            self._codec.decode(data, self.result[self._layout.span(chunk)])
+            self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
 
     def _check(self, chunk: int, length: int) -> None:
         if chunk >= self._layout.chunks:
             raise WireError(f"chunk {chunk} of a model that has {self._layout.chunks}")
-        expected = self._codec.size_bytes(self._layout.size(chunk))
+        expected = self._codecs[chunk].size_bytes(self._layout.size(chunk))
         if length != expected:
             raise WireError(f"{length} bytes for chunk {chunk}, which has {expected}: another model or codec")
 

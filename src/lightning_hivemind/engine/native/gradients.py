@@ -55,7 +55,9 @@ class Gradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._lock = threading.Lock()
         self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters)
-        self.elements = self._sum.elements + statistics.elements
+        #: elements of the tensors that the flat vector consists of
+        self.sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
+        self.elements = sum(self.sizes)
         #: what a round has now, and what came back from one
         self._given: tuple[Contribution, _Mean] | None = None
         self._back: _Mean | None = None

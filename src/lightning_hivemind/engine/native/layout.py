@@ -24,6 +24,11 @@ class Layout:
         start = chunk * self.chunk_elements
         return slice(start, min(start + self.chunk_elements, self.elements))
 
+    @property
+    def spans(self) -> list[slice]:
+        """Of all chunks."""
+        return [self.span(chunk) for chunk in range(self.chunks)]
+
     def size(self, chunk: int) -> int:
         """Elements of a chunk."""
         return min(self.chunk_elements, self.elements - chunk * self.chunk_elements)

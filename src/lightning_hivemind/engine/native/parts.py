@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.engine.native.codecs import ChunkCodec
+from lightning_hivemind.engine.native.codecs.mapping import Coding
+from lightning_hivemind.engine.native.codecs.mixed import per_chunk
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
@@ -49,11 +50,12 @@ def build(
     arguments: Arguments,
     network: PeerNetwork,
     gradients: Gradients,
-    codec: ChunkCodec,
+    coding: Coding,
     copy_state: Callable[[Snapshot | None], Snapshot | None],
 ) -> Parts:
     """Everything runs, and answers; this peer stands nowhere yet. ``copy_state``: see :class:`.Donor`."""
     layout = Layout(gradients.elements)
+    codecs = per_chunk(coding.of_all(gradients.sizes), layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(
         run=arguments.run_id,
@@ -62,12 +64,12 @@ def build(
         matchmaking_s=arguments.matchmaking_time,
         stall_s=arguments.next_chunk_timeout,
         detect_s=DETECT_S,
-        round_s=arguments.averaging_timeout,
+        round_s=arguments.allreduce_timeout,
     )
     waits_s = 0.0 if arguments.delay_grad_averaging else 0.8 * arguments.matchmaking_time
     pace = Pace(arguments.target_batch_size, longest_s=waits_s)
     handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
-    driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codec)
+    driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs)
     certificate = Certificate.create()
     introductions: list[Introductions] = []
     links = Links(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
@@ -10,24 +12,78 @@ from lightning_hivemind.engine.native.codecs.integer import Blockwise8Bit, Unifo
 from lightning_hivemind.errors import ArgumentError
 
 #: by the names that hivemind's classes and those of ``lightning_hivemind.codecs`` share
-_BY_NAME: dict[str, type[ChunkCodec]] = {
-    "NoCompression": Exact,
-    "Float16Compression": ScaledFloat16,
-    "ScaledFloat16Compression": ScaledFloat16,
-    "Uniform8BitQuantization": Uniform8Bit,
-    "Quantile8BitQuantization": Blockwise8Bit,
-    "BlockwiseQuantization": Blockwise8Bit,
+_BY_NAME: dict[str, ChunkCodec] = {
+    "NoCompression": Exact(),
+    "Float16Compression": ScaledFloat16(),
+    "ScaledFloat16Compression": ScaledFloat16(),
+    "Uniform8BitQuantization": Uniform8Bit(),
+    "Quantile8BitQuantization": Blockwise8Bit(),
+    "BlockwiseQuantization": Blockwise8Bit(),
 }
+_ADAPTIVE = ("SizeAdaptiveCompression", "RoleAdaptiveCompression", "PerTensorCompression")
 
 
-def map_codec(given: Any, name: str) -> ChunkCodec:
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Which tensor is sent how.
+
+    Attributes:
+        name: goes into the schema.
+        of: the codec of a tensor, by its place among all that are averaged, and its number of elements.
+    """
+
+    name: str
+    of: Callable[[int, int], ChunkCodec]
+
+    def of_all(self, sizes: Sequence[int]) -> list[tuple[int, ChunkCodec]]:
+        """The numbers of elements, each with its codec."""
+        return [(size, self.of(place, size)) for place, size in enumerate(sizes)]
+
+
+def map_codec(given: Any, name: str) -> Coding:
     """``given`` as ``name``; None sends values as they are. Raises ArgumentError for one that has no counterpart."""
     if given is None:
-        return Exact()
-    found = next((_BY_NAME[base.__name__] for base in type(given).__mro__ if base.__name__ in _BY_NAME), None)
-    if found is None:
-        raise ArgumentError(
-            f'{name}={type(given).__name__}(...): has no counterpart in engine="native" yet; use one of'
-            f' {", ".join(_BY_NAME)}, or engine="hivemind".'
-        )
-    return found()
+        return _uniform(Exact())
+    names = [base.__name__ for base in type(given).__mro__]
+    found = next((_BY_NAME[one] for one in names if one in _BY_NAME), None)
+    if found is not None:
+        return _uniform(found)
+    match next((one for one in names if one in _ADAPTIVE), None):
+        case "SizeAdaptiveCompression":
+            return _by_size(int(given.threshold), map_codec(given.less, name), map_codec(given.greater_equal, name))
+        case "RoleAdaptiveCompression":
+            (gradient,) = (codec for role, codec in given.role_compressions.items() if role.name == "GRADIENT")
+            return map_codec(gradient, name)
+        case "PerTensorCompression":
+            return _by_place(given.tensor_compressions, name)
+    raise ArgumentError(
+        f'{name}={type(given).__name__}(...): has no counterpart in engine="native"; use one of'
+        f' {", ".join([*_BY_NAME, *_ADAPTIVE])}, or engine="hivemind".'
+    )
+
+
+def _uniform(codec: ChunkCodec) -> Coding:
+    return Coding(codec.name, lambda place, size: codec)
+
+
+def _by_size(threshold: int, less: Coding, greater_equal: Coding) -> Coding:
+    return Coding(
+        f"({less.name} below {threshold} elements, else {greater_equal.name})",
+        lambda place, size: (greater_equal if size >= threshold else less).of(place, size),
+    )
+
+
+def _by_place(given: Any, name: str) -> Coding:
+    """hivemind numbers the tensors in the order in which they are averaged."""
+    items = given.items() if isinstance(given, Mapping) else enumerate(given)
+    codings = {key: map_codec(codec, name) for key, codec in items}
+
+    def of(place: int, size: int) -> ChunkCodec:
+        if place not in codings:
+            raise ArgumentError(
+                f"{name}=PerTensorCompression(...): says nothing of tensor {place}, of {size} elements. Give a codec"
+                " for each tensor that is averaged, by its number."
+            )
+        return codings[place].of(place, size)
+
+    return Coding("(" + ", ".join(f"{key}: {one.name}" for key, one in codings.items()) + ")", of)

@@ -1,0 +1,83 @@
+"""Chunks in which every tensor has its own codec, and how the user's choice becomes one."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hivemind.engine.native.codecs import Blockwise4Bit, Exact, ScaledFloat16, Uniform8Bit
+from lightning_hivemind.engine.native.codecs.mapping import map_codec
+from lightning_hivemind.engine.native.codecs.mixed import Mixed, per_chunk
+from lightning_hivemind.errors import ArgumentError
+
+theirs = pytest.importorskip("hivemind.compression")
+
+CODECS = [Exact(), ScaledFloat16(), Uniform8Bit(), Blockwise4Bit(block=3)]
+TENSORS = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(CODECS)), min_size=1, max_size=12)
+
+
+def spans(elements: int, size: int) -> list[slice]:
+    starts = [*range(0, elements, size), elements]
+    return [slice(start, stop) for start, stop in pairwise(starts)]
+
+
+@given(tensors=TENSORS, size=st.integers(1, 50), seed=st.integers(0, 99))
+def test_every_value_goes_through_the_codec_of_its_tensor(tensors: list, size: int, seed: int) -> None:  # type: ignore[type-arg]
+    values = torch.randn(sum(elements for elements, _ in tensors), generator=torch.Generator().manual_seed(seed))
+    cut = spans(values.numel(), size)
+    found, bounds = torch.full_like(values, math.nan), torch.full_like(values, math.nan)
+    for span, codec in zip(cut, per_chunk(tensors, cut), strict=True):
+        part = values[span]
+        data = codec.encode(part)
+        assert len(data) == codec.size_bytes(part.numel())
+        codec.decode(memoryview(bytearray(data)), found[span])
+        bounds[span] = codec.error_bound(part)
+    assert bool(((found - values).abs() <= bounds).all())
+    start = 0
+    for elements, codec in tensors:
+        own = slice(start, start + elements)
+        if isinstance(codec, Exact):
+            assert torch.equal(found[own], values[own])
+        elif isinstance(codec, ScaledFloat16) and elements:
+            assert float(bounds[own].max()) < 0.01, "the bound of a neighbour's codec"
+        start += elements
+
+
+def test_chunks_within_one_tensor_and_of_equal_neighbours_need_no_mixture() -> None:
+    exact, small = Exact(), Uniform8Bit()
+    found = per_chunk([(100, small), (3, exact), (47, exact), (50, small)], spans(200, 50))
+    assert [found[0], found[1], found[2], found[3]] == [small, small, exact, small]
+
+
+def test_a_value_that_is_not_finite_is_never_hidden() -> None:
+    codec = Mixed([(10, Uniform8Bit()), (10, Exact()), (10, ScaledFloat16())])
+    for at in (3, 13, 23):
+        values, out = torch.ones(30), torch.zeros(30)
+        values[at] = math.nan
+        codec.decode(memoryview(bytearray(codec.encode(values))), out)
+        assert not bool(torch.isfinite(out).all())
+
+
+def test_hivemind_s_adaptive_codecs_choose_as_they_do_there() -> None:
+    by_size = theirs.SizeAdaptiveCompression(10, theirs.NoCompression(), theirs.Uniform8BitQuantization())
+    assert [codec.name for _, codec in map_codec(by_size, "x").of_all([9, 10, 11])] == ["exact", *["uniform 8 bit"] * 2]
+    by_role = theirs.RoleAdaptiveCompression(gradient=theirs.Float16Compression(), default=by_size)
+    assert map_codec(by_role, "x").name == "float16"
+    for given_ in ([theirs.NoCompression(), by_size], {0: theirs.NoCompression(), 1: by_size}):
+        by_place = map_codec(theirs.PerTensorCompression(given_), "x")
+        assert [codec.name for _, codec in by_place.of_all([99, 10])] == ["exact", "uniform 8 bit"]
+    with pytest.raises(ArgumentError, match="says nothing of tensor 2"):
+        by_place.of_all([1, 2, 3])
+
+
+def test_unlike_choices_have_unlike_names() -> None:
+    """The name is what peers compare before they average."""
+    less, more = theirs.NoCompression(), theirs.Uniform8BitQuantization()
+    names = {map_codec(theirs.SizeAdaptiveCompression(size, less, more), "x").name for size in (10, 11)}
+    names.add(map_codec(theirs.SizeAdaptiveCompression(10, more, less), "x").name)
+    assert len(names) == 3
