@@ -227,7 +227,8 @@ def _native(values: Values) -> None:
             wrong = 'only engine="native" keeps late gradients'
             raise refusal("max_staleness", values["max_staleness"], wrong, 'leave it away, or use engine="native"')
         return
-    for name, (default, wrong) in _NOT_NATIVE.items():
+    local = _NOT_WITH_LOCAL_UPDATES if values["use_local_updates"] else {}
+    for name, (default, wrong) in {**_NOT_NATIVE, **local}.items():
         if values[name] and values[name] != default:
             raise refusal(name, values[name], wrong, 'leave it away, or use engine="hivemind"')
 
@@ -244,7 +245,11 @@ _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
     ),
     "performance_ema_alpha": (0.1, "it is an option of hivemind's progress tracker"),
     "tracker_opts": ({}, "these are options of hivemind's progress tracker"),
-    "use_local_updates": (False, 'engine="native" does not have it yet'),
+}
+
+_NOT_WITH_LOCAL_UPDATES: Mapping[str, tuple[Any, str]] = {
+    "average_opt_statistics": ((), 'with use_local_updates=True engine="native" does not have it yet'),
+    "average_state_every": (1, "with use_local_updates=True this is what target_batch_size says"),
 }
 
 

@@ -178,3 +178,79 @@ def test_what_is_committed_is_not_given_again_before_it_is_applied() -> None:
     gradients.committed([contribution], 1)  # type: ignore[list-item]
     gradients.add(4, 0)
     assert given(gradients)[1] == [1.0, 0.0]
+
+
+def test_what_is_carried_is_only_what_was_not_given() -> None:
+    own = [torch.tensor([1.0, 2.0, 3.0]), torch.zeros(1, dtype=torch.bfloat16)]
+    peer = Statistics(own, carries=True)
+    own[0] += torch.tensor([0.5, 0.0, 0.1])
+    given = peer.changes(0)
+    own[0][1] += 4.0
+    peer.step(torch.tensor([0.25, 0.0, 0.3, 1.0]), 1, given)
+    peer.publish()
+    assert peer.base[0].tolist() == pytest.approx([1.25, 2.0, 3.3])
+    assert own[0].tolist() == pytest.approx([1.25, 6.0, 3.3])
+    assert bits(own[0][[0, 2]]) == bits(peer.base[0][[0, 2]]), "what was given whole is what all have, to the last bit"
+    assert own[1].item() == 1.0
+    assert peer.changes(1).tolist() == [0.0, 4.0, 0.0, 0.0]
+
+
+def test_a_step_that_went_without_this_peer_moves_it_and_takes_nothing_away() -> None:
+    own = torch.zeros(2)
+    peer = Statistics([own], carries=True)
+    own += torch.tensor([0.0, 5.0])
+    peer.step(torch.tensor([1.0, 1.0]), 1)
+    peer.publish()
+    assert own.tolist() == [1.0, 6.0]
+    assert peer.changes(1).tolist() == [0.0, 5.0]
+
+
+@pytest.fixture
+def local() -> tuple[Gradients, Statistics, Tensor]:
+    """Each batch moves the weight by one."""
+    weight = torch.zeros(2)
+    statistics = Statistics([weight], carries=True)
+    return (
+        Gradients("me", [weight], statistics, max_staleness=1, local_step=lambda: weight.add_(1.0)),
+        statistics,
+        weight,
+    )
+
+
+def test_local_updates_give_how_far_they_have_come(local: tuple[Gradients, Statistics, Tensor]) -> None:
+    gradients, statistics, weight = local
+    assert gradients.sizes == [2]
+    gradients.add(8, 0)
+    gradients.add(8, 0)
+    given = gradients.give()
+    assert given is not None
+    assert (given[0].samples, given[1].tolist()) == (16, [2.0, 2.0])
+    gradients.add(8, 0)  # while the round is under way
+    counted = gradients.counted([given[0]])
+    assert counted is not None
+    assert gradients.committed([given[0]], 1) == 0
+    assert gradients.samples == 8
+    assert gradients.give() is None, "the step is still to be made here"
+    statistics.step(torch.tensor([4.0, 4.0]), 1, counted)
+    statistics.publish()
+    assert weight.tolist() == [5.0, 5.0]
+    again = gradients.give()
+    assert again is not None
+    assert (again[0].samples, again[1].tolist()) == (8, [1.0, 1.0])
+
+
+def test_local_updates_that_a_round_went_without_are_given_again_and_never_too_old(
+    local: tuple[Gradients, Statistics, Tensor],
+) -> None:
+    gradients, statistics, weight = local
+    gradients.add(8, 0)
+    assert gradients.give() is not None
+    for epoch in range(1, 5):
+        assert gradients.counted([]) is None
+        assert gradients.committed([], epoch) == 0
+        statistics.step(torch.tensor([10.0, 10.0]), epoch)
+        statistics.publish()
+    assert weight.tolist() == [41.0, 41.0]
+    again = gradients.give()
+    assert again is not None
+    assert (again[0].samples, again[1].tolist()) == (8, [1.0, 1.0])

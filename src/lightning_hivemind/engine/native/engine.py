@@ -19,7 +19,7 @@ from lightning_hivemind.engine.native.catching_up import CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Step
-from lightning_hivemind.engine.native.parts import Parts, build
+from lightning_hivemind.engine.native.parts import Parts, build, overlaps
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
@@ -53,16 +53,19 @@ class NativeEngine:
     def __init__(self, arguments: Arguments, network: PeerNetwork, training: PeerTraining, events: EventBus) -> None:
         self._a, self._network, self._training, self._events = arguments, network, training, events
         self._head = Head.nowhere() if arguments.auxiliary else Head.root(arguments.run_id, network.peer_id)
-        self._stepper = Stepper(training, self._head, delayed=bool(arguments.delay_optimizer_step))
+        local = arguments.use_local_updates
+        self._stepper = Stepper(training, self._head, delayed=bool(arguments.delay_optimizer_step), local=local)
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
-        self._coding = map_codec(arguments.grad_compression, "grad_compression")
+        name = "state_averaging_compression" if local else "grad_compression"
+        self._coding = map_codec(getattr(arguments, name), name)
         self._gradients = Gradients(
             network.peer_id,
             self._stepper.model_parameters,
             self._stepper.statistics,
             max_staleness=arguments.max_staleness + late,
             in_place=arguments.reuse_grad_buffers,
+            local_step=self._stepper.step_alone if local else None,
         )
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
@@ -75,7 +78,8 @@ class NativeEngine:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        schema = [*self._training.schema, f"engine native, gradients {self._coding.name}"]
+        what = "parameters" if self._a.use_local_updates else "gradients"
+        schema = [*self._training.schema, f"engine native, {what} {self._coding.name}"]
         self._records = SwarmRecords(self._a, self._network, schema)
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)
@@ -132,7 +136,7 @@ class NativeEngine:
     # ------------------------------------------------------------------ step
 
     def begin_batch(self) -> StepOutcome:
-        handover, wait = self._running().handover, not self._a.delay_grad_averaging
+        handover, wait = self._running().handover, not overlaps(self._a)
         while not handover.begin_batch(self._head, wait=wait) and not self._training.should_abort():
             self._between_batches(wait=wait)
             if self._stopped:
@@ -150,7 +154,7 @@ class NativeEngine:
             lost = self._gradients.add(batch_samples, self.epoch, gradient_scale)
             self._report_batch(batch_samples - lost)
         self._stepper.settle(wait=False)
-        committed = self._between_batches(wait=not self._a.delay_grad_averaging, lost=lost)
+        committed = self._between_batches(wait=not overlaps(self._a), lost=lost)
         return StepOutcome(epoch=self.epoch, committed=committed)
 
     def discard(self) -> int:
@@ -209,7 +213,7 @@ class NativeEngine:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
             if steps_on_sums:
                 self._gradients.park()
-            self._stepper.step(step.average, head)
+            self._stepper.step(step.average, head, step.counted)
             if steps_on_sums:
                 self._gradients.park()  # the next sum begins at zero, not at this average
         self._head = head

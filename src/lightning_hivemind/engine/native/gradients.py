@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum
+from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Gradients:
         statistics: what is averaged besides, behind the gradients.
         max_staleness: what was computed with parameters of more epochs ago is dropped.
         in_place: sum in ``param.grad`` itself (``reuse_grad_buffers``).
+        local_step: use every batch's gradient at once, by this (``use_local_updates``): what is given is how
+            ``statistics`` have changed, and that never gets too old.
     """
 
     def __init__(
@@ -50,11 +52,17 @@ class Gradients:
         *,
         max_staleness: int,
         in_place: bool = False,
+        local_step: Callable[[], None] | None = None,
     ) -> None:
         self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
         self._lock = threading.Lock()
-        self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters)
+        self._sum: BufferSum | InPlaceSum | LocalUpdates
+        if local_step is not None:
+            self._sum = LocalUpdates(local_step)
+        else:
+            self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters)
+        self._local = local_step is not None
         #: elements of the tensors that the flat vector consists of
         self.sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
         self.elements = sum(self.sizes)
@@ -141,6 +149,13 @@ class Gradients:
             if self._given is not None:
                 self._back, self._given = self._given[1], None
 
+    def counted(self, listed: Collection[Contribution]) -> Tensor | None:
+        """With ``local_step``: the changes of this peer that are in a commit which lists these; None if none are."""
+        with self._lock:
+            mean = self._given[1] if self._given is not None else self._back
+            mine = mean is not None and not mean.numbers.isdisjoint(one.number for one in listed)
+            return mean.values if self._local and mean is not None and mine else None
+
     def committed(self, listed: Collection[Contribution], epoch: int) -> int:
         """Commits have led to ``epoch``; ``listed`` are the contributions of this peer that are in them.
 
@@ -178,6 +193,10 @@ class Gradients:
     def _all(self) -> _Mean | None:
         """What came back from a round, and what was summed since."""
         total = self._sum
+        if self._local and self._statistics.epoch != self._head_epoch:
+            return None  # the step to there is still to be made here: it may have these changes already
+        if self._local and self._back is not None and not total.samples:
+            return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
             return self._back
         values = torch.empty(self.elements)
@@ -190,6 +209,8 @@ class Gradients:
     def _prune(self) -> int:
         """Drop what is too old; returns the samples."""
         oldest, dropped = self._head_epoch - self._max_staleness, 0
+        if self._local:
+            return 0
         if self._back is not None and self._back.epoch < oldest:
             dropped, self._back = self._back.samples, None
         if self._sum.samples and self._sum.epoch < oldest:

@@ -26,11 +26,17 @@ MOST_WAITING = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A global step to be applied. ``mine``: of this peer's samples, how many are in it."""
+    """A global step to be applied.
+
+    Attributes:
+        mine: of this peer's samples, how many are in it.
+        counted: see :meth:`.Gradients.counted`.
+    """
 
     commit: Commit
     average: Tensor
     mine: int
+    counted: Tensor | None
     began: float
 
 
@@ -94,6 +100,7 @@ class Handover:
     def committed(self, commit: Commit, average: Tensor | None) -> None:
         now = time.monotonic()
         listed = [one for one in commit.contributions if one.peer == self._me]
+        counted = self._gradients.counted(listed)
         lost = self._gradients.committed(listed, commit.head.epoch)
         mine = sum(one.samples for one in listed)
         with self.changed:
@@ -105,7 +112,7 @@ class Handover:
                 self._steps.clear()
                 self.owes = True
             else:
-                self._steps.append(Step(commit, average, mine, began))
+                self._steps.append(Step(commit, average, mine, counted, began))
             if len(self._steps) > self._most_waiting:
                 self._steps.popleft()
                 self.owes = True

@@ -46,6 +46,12 @@ class Parts:
         self.driver.stop(max(0.1, deadline - time.monotonic()))
 
 
+def overlaps(arguments: Arguments) -> bool:
+    """Whether batches go on while a round is under way."""
+    averaged = arguments.delay_state_averaging if arguments.use_local_updates else arguments.delay_grad_averaging
+    return bool(averaged)
+
+
 def build(
     arguments: Arguments,
     network: PeerNetwork,
@@ -66,7 +72,7 @@ def build(
         detect_s=DETECT_S,
         round_s=arguments.allreduce_timeout,
     )
-    waits_s = 0.0 if arguments.delay_grad_averaging else 0.8 * arguments.matchmaking_time
+    waits_s = 0.0 if overlaps(arguments) else 0.8 * arguments.matchmaking_time
     pace = Pace(arguments.target_batch_size, longest_s=waits_s)
     handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs)

@@ -1,6 +1,7 @@
 """What a model carries besides parameters, equal at all peers: BatchNorm's statistics, a user's extra tensors.
 
 Peers average how these have *changed* since the step before, so that what never changes stays as it is to the last bit.
+With ``use_local_updates`` the parameters themselves are among them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from torch import Tensor
 class Statistics:
     """Floating-point ``tensors`` of any shape and device; others (counters, indices) stay each peer's own.
 
+    Args:
+        carries: what has changed here since this peer gave its changes to a round is kept over the step; else it is
+            replaced by what all have.
+
     Attributes:
         base: copies in host memory of what all peers have in common, as of ``epoch``.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False) -> None:
+        self.carries = carries
         self.tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
         self.base: list[Tensor] = []
         self.epoch = 0
+        self._ahead: list[Tensor] = []  # of ``base``, with what is carried
         self._lock = threading.Lock()  # a round may ask while a step is made
         self.rebase(0)
 
@@ -43,24 +50,43 @@ class Statistics:
         with self._lock:
             if self.epoch != epoch or not self.tensors:
                 return torch.zeros(self.elements)
-            parts = []
-            for tensor, base in zip(self.tensors, self.base, strict=True):
-                change = (tensor.detach().to("cpu", torch.float64) - base.double()).float().flatten()
-                parts.append(torch.where(torch.isfinite(change), change, 0.0))
-            return torch.cat(parts)
+            return self._changes()
 
     @torch.no_grad()
-    def step(self, changes: Tensor, epoch: int) -> None:
-        """To ``epoch``, by the average of all peers' changes, float32 CPU (elements,); see :meth:`publish`."""
+    def step(self, changes: Tensor, epoch: int, counted: Tensor | None = None) -> None:
+        """To ``epoch``, by the average of all peers' changes, float32 CPU (elements,); see :meth:`publish`.
+
+        ``counted``: this peer's own changes that are in it, as :meth:`changes` gave them; None if none are.
+        """
         with self._lock:
+            left = self._changes() if self.carries and self.tensors else None
+            if left is not None and counted is not None:
+                left -= counted
             sizes = [base.numel() for base in self.base]
             for part, base in zip(torch.split(changes, sizes), self.base, strict=True):
-                moved = (base.double() + part.view_as(base)).to(base.dtype)
-                base.copy_(torch.where(part.view_as(base) == 0.0, base, moved))
+                base.copy_(_moved(base, part))
+            if left is not None:
+                self._ahead = [
+                    _moved(base, part) for part, base in zip(torch.split(left, sizes), self.base, strict=True)
+                ]
             self.epoch = epoch
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Give the model what all peers have."""
+        """Give the model what all peers have, and what it is ahead of that."""
+        for tensor, value in zip(self.tensors, self._ahead or self.base, strict=True):
+            tensor.copy_(value)
+        self._ahead = []
+
+    def _changes(self) -> Tensor:
+        parts = []
         for tensor, base in zip(self.tensors, self.base, strict=True):
-            tensor.copy_(base)
+            change = (tensor.detach().to("cpu", torch.float64) - base.double()).float().flatten()
+            parts.append(torch.where(torch.isfinite(change), change, 0.0))
+        return torch.cat(parts)
+
+
+def _moved(base: Tensor, change: Tensor) -> Tensor:
+    """``base`` itself where nothing has changed."""
+    change = change.view_as(base)
+    return torch.where(change == 0.0, base, (base.double() + change).to(base.dtype))

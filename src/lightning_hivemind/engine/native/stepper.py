@@ -23,6 +23,7 @@ class Stepper:
     Args:
         head: whose state the model has now.
         delayed: steps are made in a thread of their own, on copies in host memory.
+        local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters.
 
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
@@ -31,8 +32,8 @@ class Stepper:
         head: whose state the optimizer has.
     """
 
-    def __init__(self, training: PeerTraining, head: Head, *, delayed: bool) -> None:
-        self._training, self.head = training, head
+    def __init__(self, training: PeerTraining, head: Head, *, delayed: bool, local: bool = False) -> None:
+        self._training, self.head, self._local = training, head, local
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
@@ -40,7 +41,8 @@ class Stepper:
             self.optimizer = training.rebuild_optimizer(_over(training.optimizer, copies))
         #: which parameters are trained is fixed now: the others' vectors have the same ones
         self._trained = [p.requires_grad for p in self._model]
-        self.statistics = Statistics(training.state_tensors)
+        averaged = [p for p in self._model if p.requires_grad and local]
+        self.statistics = Statistics([*averaged, *training.state_tensors], carries=local)
         self._counters = [tensor for tensor in training.state_tensors if not tensor.is_floating_point()]
         self.lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
@@ -53,11 +55,25 @@ class Stepper:
 
     # ------------------------------------------------------------------ steps
 
-    def step(self, average: Tensor, head: Head) -> None:
+    def step_alone(self) -> None:
+        """``local``: a step on the gradient of the batch that has just ended."""
+        with torch.enable_grad():
+            self._training.before_optimizer_step(self.optimizer)
+        with self.lock:
+            self.optimizer.step()
+
+    def step(self, average: Tensor, head: Head, counted: Tensor | None = None) -> None:
         """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics.
 
-        Delayed, the model has it after a later :meth:`settle`.
+        Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`.
         """
+        if self._local:
+            with self.lock:
+                self.statistics.step(average, head.epoch, counted)
+                self._training.advance_schedulers(head.epoch)
+                self.head = head
+                self.statistics.publish()
+            return
         self.settle(wait=True)
         statistics = average[self._use(average) :]
         with torch.enable_grad():

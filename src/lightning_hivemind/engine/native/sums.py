@@ -1,4 +1,5 @@
-"""Where the gradients of several batches are summed: in a buffer beside ``param.grad``, or in ``param.grad`` itself.
+"""Where the gradients of several batches go: into a buffer beside ``param.grad``, a sum in ``param.grad`` itself, or at
+once into the parameters.
 
 Sums are in units of the first batch (each batch's mean gradient times its samples over the first one's), so that one
 batch, and equal batches whose number is a power of two, come out of the mean bit for bit as a plain Trainer has them.
@@ -6,7 +7,7 @@ batch, and equal batches whose number is a power of two, come out of the mean bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -96,6 +97,36 @@ class InPlaceSum:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
+
+
+class LocalUpdates:
+    """``use_local_updates``: a batch's gradient is used at once, by ``step``, and only samples are counted."""
+
+    elements = 0
+    busy = False
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self.samples = self.first = self.epoch = 0
+
+    def weight(self, samples: int) -> float:
+        return 1.0
+
+    def begin_batch(self) -> None:
+        pass
+
+    def add(self, samples: int, epoch: int, scale: float) -> int:
+        self._step()
+        if not self.samples:
+            self.epoch = epoch
+        self.samples += samples
+        return 0
+
+    def read(self, out: Tensor) -> None:
+        pass
+
+    def clear(self) -> None:
+        self.samples = 0
 
 
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
