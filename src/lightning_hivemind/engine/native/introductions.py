@@ -21,7 +21,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerErr
 
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
-from lightning_hivemind.errors import WireError
+from lightning_hivemind.errors import EngineStuckError, WireError
 from lightning_hivemind.network.addresses import parse_address
 from lightning_hivemind.network.dialing import dial
 
@@ -63,9 +63,15 @@ class Introductions:
         self._addresses: dict[str, Sequence[str]] = {}
 
     def start(self) -> None:
-        """Answer from now on."""
+        """Answer from now on. Raises EngineStuckError if the DHT's process does not answer."""
         self._thread.start()
-        self._call(self._listen(), START_S)
+        try:
+            self._call(self._listen(), START_S)
+        except TimeoutError:
+            raise EngineStuckError(
+                f"the DHT's first answer did not come in {START_S:.0f} s: its process hangs. Nothing was changed."
+                " Restart this peer."
+            ) from None
 
     def know(self, peer: str, addresses: Sequence[str]) -> None:
         """Where libp2p may find ``peer``, should it not know itself. (Whoever answers there must have its identity.)"""

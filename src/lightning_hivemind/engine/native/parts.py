@@ -23,6 +23,8 @@ from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.tls import Certificate
+from lightning_hivemind.errors import AddressError
+from lightning_hivemind.network.addresses import parse_address
 from lightning_hivemind.network.daemon import PeerNetwork
 
 DETECT_S = 2.0
@@ -81,7 +83,7 @@ def build(
     links = Links(
         driver, certificate=certificate, introduce=lambda peer: introductions[0].introduce(peer), detect_s=DETECT_S
     )
-    port = links.listen() if reduces else None
+    port = _listen(links, arguments) if reduces else None
     asks = Introductions(
         network.dht, arguments.run_id, links, fingerprint=certificate.fingerprint, port=port, timeout_s=INTRODUCTION_S
     )
@@ -95,3 +97,18 @@ def build(
         driver.stop(1.0)
         raise
     return Parts(handover=handover, driver=driver, donor=donor, downloads=downloads, introductions=asks)
+
+
+def _listen(links: Links, arguments: Arguments) -> int:
+    """Beside libp2p: at its host, if it has one only, and at the port next to its own, if that was given."""
+    given = [parse_address("host_maddrs", one) for one in arguments.host_maddrs or ()]
+    hosts = {one.host for one in given}
+    ports = [one.port for one in given if one.transport == "tcp" and one.port]
+    host, port = hosts.pop() if len(hosts) == 1 else "0.0.0.0", min(ports) + 1 if ports else 0
+    try:
+        return links.listen(host, port)
+    except (OSError, OverflowError) as error:
+        raise AddressError(
+            f'host_maddrs={list(arguments.host_maddrs or ())}: engine="native" listens at {host}, port {port}, beside'
+            f" libp2p, and cannot: {error}. Give another port."
+        ) from None

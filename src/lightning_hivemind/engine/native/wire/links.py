@@ -83,8 +83,9 @@ class Links:
     # ------------------------------------------------------------------ the way in
 
     def listen(self, host: str = "0.0.0.0", port: int = 0) -> int:
-        """Accept connections from now on; returns the port."""
-        listener = socket.create_server((host, port), backlog=128)
+        """Accept connections from now on; returns the port. Raises OSError where nobody can listen."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=128)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="accepts", daemon=True).start()
