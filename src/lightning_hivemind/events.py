@@ -187,6 +187,22 @@ class StateUnavailable(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParametersDiffered(Event):
+    """At global step ``epoch`` this peer's parameters were not those of ``num_peers`` others, whose state it takes now.
+
+    Between peers of unlike hardware or torch that is to be expected (``reason`` says so), between like ones it is not.
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = (
+        "global step {epoch}: the parameters here are not those of {num_peers} other peers ({reason}); taking theirs"
+    )
+    epoch: int
+    num_peers: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested(Event):
     """A peer asked the whole run to stop; every peer stops once it has committed ``epoch``."""
 

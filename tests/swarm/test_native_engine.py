@@ -114,3 +114,30 @@ def test_a_peer_alone_is_a_plain_trainer(swarm: Swarm) -> None:
     swarm.finish()
     for epoch in range(1, 5):
         assert distance(peer.parameters(epoch), next_step([peer], epoch)) < 1e-7
+
+
+def test_a_peer_whose_parameters_were_changed_takes_the_others(swarm: Swarm) -> None:
+    """By a callback, say; within ``average_state_every`` steps, and the seconds that records take."""
+    peers = swarm.start(
+        3,
+        peers=[{}, {"free": {"move_parameters": 1e-3}}, {}],
+        strategy={"average_state_every": 5},
+        trainer=ENDLESS,
+        delay_s=0.05,
+    )
+    changed = peers[1]
+    event = changed.wait_for("ParametersDiffered", timeout_s=60)
+    assert (event["num_peers"], "same kind" in event["reason"]) == (2, True)
+    changed.wait_until(
+        lambda: any(one["time"] > event["time"] for one in changed.said("StateLoaded")),
+        timeout_s=60,
+        what="their state",
+    )
+    at = max(changed.commits)
+    changed.wait_until(lambda: any(epoch > at for epoch in together(peers)), timeout_s=60, what="all in one step again")
+    epoch = max(together(peers))
+    for peer in peers:
+        peer.wait_epoch(epoch)
+    assert len(digests(peers, epoch)) == 1
+    assert not peers[0].said("ParametersDiffered")
+    assert not peers[2].said("ParametersDiffered")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
@@ -37,8 +38,10 @@ class CatchingUp:
             parts.downloads, self._donors, lambda: parts.driver.status.head, stepper.read, training.should_abort
         )
 
-    def run(self, head: Head) -> Head:
+    def run(self, head: Head, preferred: Collection[str] = ()) -> Head:
         """Fetch and install a state; returns where this peer stands then: where it stood (``head``) if nobody has one.
+
+        ``preferred``: who has the state that this peer should have, if not all do.
 
         Raises:
             StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
@@ -48,6 +51,7 @@ class CatchingUp:
         while not self._training.should_abort():
             left_s = began + self._a.load_state_timeout - time.monotonic()
             donors = self._donors()
+            donors = [peer for peer in donors if peer in preferred] or donors
             if not donors or left_s <= 0:
                 break
             error: StateError | None = None

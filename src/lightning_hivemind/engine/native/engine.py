@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
+from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
 from lightning_hivemind.engine.native.catching_up import CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
@@ -30,6 +31,7 @@ from lightning_hivemind.events import (
     BatchAccumulated,
     EpochCommitted,
     EventBus,
+    ParametersDiffered,
     PeersChanged,
     PeerStopped,
     RoundIncomplete,
@@ -67,6 +69,9 @@ class NativeEngine:
             in_place=arguments.reuse_grad_buffers,
             local_step=self._stepper.step_alone if local else None,
         )
+        device = self.optimizer.param_groups[0]["params"][0].device
+        every = arguments.average_state_every if arguments.average_state_every > 1 else EVERY
+        self._agreement = Agreement(network.peer_id, kind_of(device), every)
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None
@@ -91,6 +96,7 @@ class NativeEngine:
             parts.driver,
             parts.introductions,
             lambda: self.local_samples,
+            None if self._a.auxiliary else self._agreement,
             reduces=reduces,
         )
         self._catching_up = CatchingUp(self._a, parts, self._records, self._training, self._stepper, self._events)
@@ -154,6 +160,8 @@ class NativeEngine:
             lost = self._gradients.add(batch_samples, self.epoch, gradient_scale)
             self._report_batch(batch_samples - lost)
         self._stepper.settle(wait=False)
+        self._note_parameters()
+        self._agree()
         committed = self._between_batches(wait=not overlaps(self._a), lost=lost)
         return StepOutcome(epoch=self.epoch, committed=committed)
 
@@ -216,6 +224,7 @@ class NativeEngine:
             self._stepper.step(step.average, head, step.counted)
             if steps_on_sums:
                 self._gradients.park()  # the next sum begins at zero, not at this average
+            self._note_parameters()
         self._head = head
         self._events.emit(
             EpochCommitted(
@@ -228,6 +237,23 @@ class NativeEngine:
         )
         if commit.stop:
             self._agree_to_stop(head.epoch)
+
+    def _note_parameters(self) -> None:
+        stepper, agreement = self._stepper, self._agreement
+        if not stepper.busy and agreement.due(stepper.head):
+            agreement.note(stepper.head, stepper.common)
+
+    def _agree(self) -> None:
+        """If this peer's parameters are not what the others have: take theirs."""
+        found = self._agreement.difference()
+        if found is None:
+            return
+        assert self._catching_up is not None
+        unlike = "they are of another kind of device or torch, and round otherwise"
+        reason = "of the same kind: something else than steps has changed them" if found.like else unlike
+        self._events.emit(ParametersDiffered(epoch=found.epoch, num_peers=len(found.peers), reason=reason))
+        self._running().handover.owe()
+        self._head = self._catching_up.run(self._head, found.peers)
 
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; called from the donor's thread."""

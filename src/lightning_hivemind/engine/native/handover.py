@@ -165,6 +165,11 @@ class Handover:
         """Whether there is something to do without waiting: a step that leads on from ``head``, or a debt."""
         return self.owes or any(step.commit.parent == head for step in self._steps)
 
+    def owe(self) -> None:
+        """The parameters here are not the swarm's."""
+        with self.changed:
+            self.owes = True
+
     def settle(self, head: Head) -> bool:
         """After a state was fetched and all steps that lead on are made: is ``head`` where the swarm is?"""
         with self.changed:

@@ -53,6 +53,16 @@ class Stepper:
         """The model's own, of which gradients are taken."""
         return self._model
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step is being made in the background, or is finished and not yet settled."""
+        return self._under_way is not None
+
+    @property
+    def common(self) -> list[Tensor]:
+        """What all peers should have at :attr:`head`, to the last bit, but for the optimizer's own state."""
+        return [*([] if self._local else _parameters(self.optimizer)), *self.statistics.base]
+
     # ------------------------------------------------------------------ steps
 
     def step_alone(self) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning_hivemind.engine.native.agreement import Agreement
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.introductions import Introductions
 from lightning_hivemind.engine.native.protocol.lineage import Head
@@ -34,11 +35,12 @@ class Whereabouts:
         driver: Driver,
         introductions: Introductions,
         samples: Callable[[], int],
+        agreement: Agreement | None,
         *,
         reduces: bool,
     ) -> None:
         self._network, self._driver, self._introductions = network, driver, introductions
-        self._samples, self._reduces = samples, reduces
+        self._samples, self._agreement, self._reduces = samples, agreement, reduces
         self._records = PeerRecords(network.dht, f"{run_id}.native", network.peer_id, refresh_s=REFRESH_S)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="whereabouts", daemon=True)
@@ -63,10 +65,15 @@ class Whereabouts:
 
     def _look(self) -> list[Head]:
         heads = []
-        for peer, record in self._records.read().items():
+        records = self._records.read()
+        if self._agreement is not None:
+            self._agreement.present(records)
+        for peer, record in records.items():
             if peer == self._network.peer_id:
                 continue
             self._introductions.know(peer, _read_addresses(record.get("addresses")))
+            if self._agreement is not None:
+                self._agreement.heard(peer, record.get("parameters"))
             found = _read(record.get("place"))
             if found is not None:
                 head, samples, reduces, stamp = found
@@ -78,7 +85,7 @@ class Whereabouts:
         head = self._driver.status.head
         if head is not None:
             place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, time.time()]
-            self._records.publish(place=place)
+            self._records.publish(place=place, parameters=self._agreement and self._agreement.record())
 
     def _run(self) -> None:
         published: tuple[float, Head | None] = (0.0, None)
