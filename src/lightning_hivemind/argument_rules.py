@@ -234,8 +234,8 @@ def _native(values: Values) -> None:
 
 
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.
-#: ``average_opt_statistics`` and ``state_averaging_compression`` need nothing: peers are equal to the last bit after every
-#: step. ``average_state_every`` says how often they make sure (engine/native/agreement.py).
+#: ``average_opt_statistics`` and ``state_averaging_compression`` need nothing: peers are equal to the last bit after
+#: every step. ``average_state_every`` says how often they make sure (engine/native/agreement.py).
 _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
     "averager_opts": ({}, "these are options of hivemind's averagers"),
     "grad_averager_factory": (None, 'engine="native" does not have it yet'),

@@ -8,11 +8,10 @@ import pytest
 
 from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import START_S, Swarm
+from swarm.marks import HIVEMIND_ONLY
 from swarm.replay import distance, next_step, replay
 
 pytestmark = pytest.mark.swarm
-#: the native engine refuses the argument (tests/unit/test_arguments.py)
-HIVEMIND_ONLY = pytest.mark.parametrize("engine", ["hivemind"])
 
 
 def test_local_updates_step_at_every_batch_and_parameters_are_averaged(swarm: Swarm) -> None:

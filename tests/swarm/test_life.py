@@ -10,6 +10,7 @@ import pytest
 
 from swarm.checks import assert_in_step, assert_ledger
 from swarm.harness import PROMISED_S, QUICK, START_S, STEP_S, Peer, Swarm
+from swarm.marks import HIVEMIND_ONLY
 from swarm.models import FEATURES
 from swarm.processes import descendants, footprint
 from swarm.replay import distance, next_step
@@ -58,7 +59,8 @@ def test_ctrl_c_in_the_middle_of_a_round_ends_the_peer_as_quickly_as_promised(sw
     first.signal(signal.SIGINT)
     first.wait_exit(code=None)
     assert first.said("PeerStopped")
-    assert len(first.said("EpochCommitted")) < len(first.said("RoundStarted")), "it waited for the round"
+    if swarm.engine == "hivemind":  # the native engine goes on without who is frozen
+        assert len(first.said("EpochCommitted")) < len(first.said("RoundStarted")), "it waited for the round"
     assert first.said("left")[0]["duration_s"] < PROMISED_S
 
 
@@ -89,6 +91,8 @@ def test_kill_9_in_the_middle_of_a_round_leaves_nothing_behind(swarm: Swarm) -> 
 @pytest.mark.parametrize("part", ["daemon", "DHT", "averager 0", "averager 1"])
 def test_a_peer_whose_own_process_is_killed_says_so_and_ends(swarm: Swarm, part: str) -> None:
     """It cannot go on; the others can."""
+    if swarm.engine == "native" and "averager" in part:
+        pytest.skip("the native engine averages in the trainer's own process")
     first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
     first.wait_epoch(1)
     second.wait_epoch(1)
@@ -100,6 +104,7 @@ def test_a_peer_whose_own_process_is_killed_says_so_and_ends(swarm: Swarm, part:
     first.wait_epoch(max(first.commits) + 2, timeout_s=60)
 
 
+@HIVEMIND_ONLY
 @pytest.mark.parametrize("part", ["averager 0", "averager 1"])
 def test_a_process_that_hangs_does_not_keep_the_peer_from_ending(swarm: Swarm, part: str) -> None:
     """The round never comes back, and hivemind's threads wait for it; the trainer must still end, with the error."""
@@ -121,16 +126,17 @@ def test_the_process_keeps_its_own_signal_handlers(swarm: Swarm) -> None:
 
 
 def test_a_survivor_goes_on_when_a_peer_is_killed_and_the_user_sees_it(swarm: Swarm) -> None:
-    """Killed between rounds: one round waits for it in vain, and the survivor's own gradient is the step."""
+    """Killed between rounds: the survivor's own gradient is the step; with hivemind a round waits in vain before."""
     first, second = swarm.start(2, trainer=ENDLESS, hold_at=[2], delay_s=0.05)
     for peer in (first, second):
         peer.wait_for("holding", epoch=2)
     second.kill()
     first.release(2)
     first.wait_epoch(4, timeout_s=90)
-    (alone,) = first.said("RoundIncomplete", epoch=2, kind="gradients")
-    assert (alone["fraction"], alone["contributors"], alone["expected"]) == (0.0, 1, 2)
-    assert "own gradient" in alone["action"]
+    if swarm.engine == "hivemind":
+        (alone,) = first.said("RoundIncomplete", epoch=2, kind="gradients")
+        assert (alone["fraction"], alone["contributors"], alone["expected"]) == (0.0, 1, 2)
+        assert "own gradient" in alone["action"]
     (event,) = first.said("EpochCommitted", epoch=3)
     assert event["contributors"] == 1
     limit_s = 2 * QUICK["averaging_timeout"] + QUICK["matchmaking_time"]
@@ -141,6 +147,7 @@ def test_a_survivor_goes_on_when_a_peer_is_killed_and_the_user_sees_it(swarm: Sw
     assert_ledger([first])
 
 
+@HIVEMIND_ONLY
 def test_a_peer_that_is_killed_in_a_round_costs_one_incomplete_round(swarm: Swarm) -> None:
     """It dies when the group has formed and before it has sent its values to be averaged."""
     first, second = swarm.start(
@@ -223,6 +230,7 @@ def test_nothing_but_nan_ends_the_training_with_the_reason(swarm: Swarm) -> None
     peer.wait_exit(code=1)
 
 
+@HIVEMIND_ONLY
 def test_a_peer_left_behind_goes_on_when_the_one_ahead_is_killed(swarm: Swarm) -> None:
     """Its last report outlives it, and nobody has the state of that epoch any more."""
     strategy = {"tracker_opts": {"metadata_expiration": 30.0}}
@@ -264,8 +272,10 @@ def test_a_joiner_that_gets_no_state_ends_with_the_reason(swarm: Swarm) -> None:
     assert error["kind"] == "StateError", error["trace"]
     assert "load_state_timeout" in error["text"]
     told = late.said("StateUnavailable", action="trying again")
-    assert len(told) == 4
-    assert all("load_state_timeout" in event["reason"] for event in told)
+    if swarm.engine == "hivemind":
+        assert len(told) == 4
+        assert all("load_state_timeout" in event["reason"] for event in told)
+    assert told
     assert not late.said("BatchAccumulated")
     late.wait_exit(code=1)
 

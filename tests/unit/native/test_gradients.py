@@ -163,3 +163,31 @@ def test_who_goes_where_its_contributions_cannot_be_followed_keeps_nothing(gradi
     add(gradients, 1.0, 3)
     assert gradients.moved(7) == 9
     assert gradients.samples == 0
+
+
+def test_a_sum_in_place_that_is_discarded_begins_anew_with_the_next_batch() -> None:
+    """A batch that overflowed was added to it: without this every batch after it would overflow, too."""
+    weight = torch.zeros(2, requires_grad=True)
+    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=True)
+    weight.grad = torch.tensor([float("inf"), 1.0])
+    gradients.begin_batch()
+    assert gradients.discard() == 0
+    assert gradients.weight(4) == 1.0
+    gradients.begin_batch()
+    weight.grad += torch.tensor([3.0, 5.0])
+    assert gradients.add(4, 0) == 0
+    given = gradients.give()
+    assert given is not None
+    assert given[1].tolist() == [3.0, 5.0]
+
+
+def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
+    for in_place in (False, True):
+        weight = torch.zeros(3, 2, requires_grad=True)
+        gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=in_place)
+        assert gradients.weight(1) == 1.0
+        weight.grad = torch.sparse_coo_tensor([[1]], [[4.0, 6.0]], (3, 2))
+        gradients.add(1, 0)
+        given = gradients.give()
+        assert given is not None
+        assert given[1].tolist() == [0.0, 0.0, 4.0, 6.0, 0.0, 0.0]

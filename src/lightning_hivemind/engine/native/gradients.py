@@ -114,8 +114,9 @@ class Gradients:
             self._sum.clear()
 
     def discard(self) -> int:
-        """Forget what no round has; returns the samples that are lost."""
+        """Forget what no round has, and the batch that is being computed; returns the samples that are lost."""
         with self._lock:
+            self._sum.busy = False
             lost = self._sum.samples + (self._back.samples if self._back is not None else 0)
             self._back = None
             self._sum.clear()

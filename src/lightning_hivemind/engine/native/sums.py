@@ -38,10 +38,11 @@ class BufferSum:
         if first:
             self.first, self.epoch = samples, epoch
         for part, parameter in zip(views(self._values, self._parameters), self._parameters, strict=True):
+            gradient = dense(parameter)
             if first:
-                part.copy_(parameter.grad) if parameter.grad is not None else part.zero_()
-            elif parameter.grad is not None:
-                part.add_(parameter.grad, alpha=samples / self.first)
+                part.copy_(gradient) if gradient is not None else part.zero_()
+            elif gradient is not None:
+                part.add_(gradient, alpha=samples / self.first)
         self.samples += samples
         return 0
 
@@ -86,7 +87,8 @@ class InPlaceSum:
 
     def read(self, out: Tensor) -> None:
         for part, parameter in zip(views(out, self._parameters), self._parameters, strict=True):
-            part.copy_(parameter.grad) if parameter.grad is not None else part.zero_()
+            gradient = dense(parameter)
+            part.copy_(gradient) if gradient is not None else part.zero_()
         factor = self.first / self.samples / self._scale
         if factor != 1.0:
             out.mul_(factor)
@@ -127,6 +129,12 @@ class LocalUpdates:
 
     def clear(self) -> None:
         self.samples = 0
+
+
+def dense(parameter: Tensor) -> Tensor | None:
+    """Its gradient, also where an embedding made it sparse."""
+    gradient = parameter.grad
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,8 @@
+"""Marks of swarm tests."""
+
+from __future__ import annotations
+
+import pytest
+
+#: of arguments that the native engine refuses (tests/unit/test_arguments.py), or of hivemind's own parts
+HIVEMIND_ONLY = pytest.mark.parametrize("engine", ["hivemind"])
