@@ -21,7 +21,8 @@ from bench_turn import Turn
 
 OURS, DDP, STOCK = "ours", "DDP over gloo", "stock hivemind, defaults"
 STOCK_SIZED = "stock hivemind, target_group_size given"
-OURS_FLOAT16, OURS_8BIT = "ours, Float16Compression", "ours, Uniform8BitQuantization"
+OURS_FLOAT16, OURS_8BIT = "ours, Float16", "ours, Uniform8Bit"
+NATIVE, NATIVE_FLOAT16, NATIVE_8BIT = "native", "native, Float16", "native, Uniform8Bit"
 Case = tuple[int, int]
 
 
@@ -30,6 +31,7 @@ def step_specs(peers: int) -> list[TurnSpec]:
     ours = TurnSpec(contender=OURS, kind="ours", peers=peers, steps=16, window_s=12.0)
     return [
         ours,
+        native(ours, NATIVE),
         replace(ours, contender=DDP, kind="ddp"),
         replace(ours, contender=STOCK_SIZED, kind="stock", options={"target_group_size": peers}, once=True),
         replace(ours, contender=STOCK, kind="stock", warm=1, once=True),
@@ -53,7 +55,15 @@ def averaging_specs(millions: int) -> list[TurnSpec]:
         replace(ours, contender=DDP, kind="ddp", options={}),
         replace(ours, contender=OURS_FLOAT16, codec="Float16Compression"),
         replace(ours, contender=OURS_8BIT, codec="Uniform8BitQuantization"),
+        native(ours, NATIVE),
+        native(ours, NATIVE_FLOAT16, codec="Float16Compression"),
+        native(ours, NATIVE_8BIT, codec="Uniform8BitQuantization"),
     ]
+
+
+def native(spec: TurnSpec, contender: str, codec: str = "") -> TurnSpec:
+    """The same with ``engine="native"``."""
+    return replace(spec, contender=contender, codec=codec, options={**spec.options, "engine": "native"})
 
 
 def full_plan() -> list[list[TurnSpec]]:
@@ -99,7 +109,7 @@ def all_tables(turns: Sequence[Turn]) -> str:
 
 def contenders_of(turns: Sequence[Turn]) -> list[tuple[Case, str]]:
     """Every (case, contender), cases ascending, contenders in the order of the plan."""
-    order = [OURS, OURS_FLOAT16, OURS_8BIT, STOCK_SIZED, STOCK, DDP]
+    order = [NATIVE, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_FLOAT16, OURS_8BIT, STOCK_SIZED, STOCK, DDP]
     found = {(turn.spec.case, turn.spec.contender) for turn in turns}
     return sorted(found, key=lambda one: (one[0], order.index(one[1])))
 
@@ -177,7 +187,7 @@ def _marginal(turns: Sequence[Turn]) -> str:
         return ""
     small, large = sizes[0], sizes[-1]
     found = []
-    for contender in (OURS, OURS_FLOAT16, OURS_8BIT, DDP):
+    for contender in (NATIVE, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_FLOAT16, OURS_8BIT, DDP):
         both = []
         for case in (small, large):
             own = _select(turns, case, contender)

@@ -1,4 +1,4 @@
-"""The benchmark of the foundation: ``engine="hivemind"`` against DDP over gloo and against hivemind's own Optimizer.
+"""The benchmark of the foundation: both engines against DDP over gloo and against hivemind's own Optimizer.
 
     python benchmarks/run.py            # as many repeats as fit into about ten minutes; writes benchmarks/results/
     python benchmarks/run.py --quick    # one small repeat in under two minutes; writes nothing

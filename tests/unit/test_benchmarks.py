@@ -141,7 +141,7 @@ class TestTables:
             markdown_table(["who", "n"], [["ours"]])
 
     def test_ratios_shares_and_failures_are_shown(self) -> None:
-        ours, ddp, _, stock = step_specs(2)
+        ours, _, ddp, _, stock = step_specs(2)
         turns = [turn(ours, repeat, 0.3 * (1 + repeat)) for repeat in range(2)]
         turns += [turn(ddp, repeat, 0.1) for repeat in range(2)]
         turns += [turn(stock, 0, 3.0), turn(stock, 1, math.nan, cpu_s=math.nan, rounds=[], failure="no step in 20 s")]
