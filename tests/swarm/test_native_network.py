@@ -58,8 +58,8 @@ class Member:
         )
         self.introductions.start()
 
-    def _introduce(self, peer: str) -> Any:
-        return self.introductions.introduce(peer)
+    def _introduce(self, peer: str, dials: bool) -> Any:
+        return self.introductions.introduce(peer, dials)
 
     @property
     def peer_id(self) -> str:

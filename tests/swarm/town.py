@@ -23,20 +23,20 @@ class Town:
     """Knows everybody's address and certificate."""
 
     def __init__(self, *, secure: bool, detect_s: float = 2.0) -> None:
-        self._secure, self._detect_s = secure, detect_s
+        self.secure, self._detect_s = secure, detect_s
         self.links: dict[str, Links] = {}
         self.ports: dict[str, int] = {}
         self.certificates: dict[str, Certificate | None] = {}
 
     def add(self, name: str, sink: Sink, *, listens: bool = True) -> Links:
         """A peer that can reach all others, and listens, or (as a client) cannot be dialled."""
-        self.certificates[name] = certificate = Certificate.create() if self._secure else None
+        self.certificates[name] = certificate = Certificate.create() if self.secure else None
 
-        def introduce(peer: str) -> Introduction:
+        def introduce(peer: str, dials: bool) -> Introduction:
             if peer not in self.links:
                 raise ConnectionRefusedError(peer)
             shown, endpoints = self.certificates[peer], ()
-            if peer in self.ports:
+            if peer in self.ports and not dials:
                 endpoints = (("127.0.0.1", self.ports[peer]),)
             else:
                 self.links[peer].invite(name)

@@ -229,3 +229,20 @@ def test_two_clients_are_lost_to_one_another_at_once_and_not_waited_for(town: Ci
     wait_for(lambda: town.ledgers["one"].losses, "the loss", timeout_s=DETECT_S)
     ((name, reason),) = town.ledgers["one"].losses
     assert (name, "client_mode" in reason) == ("other", True)
+
+
+@pytest.mark.parametrize("router", ["drops", "rejects"])
+def test_a_peer_behind_a_router_is_asked_to_dial(town: City, router: str) -> None:
+    """It listens, and nobody gets through to it; it does not know that."""
+    peer, hidden = town.settle("peer"), town.settle("hidden")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        town.ports["hidden"] = deaf.getsockname()[1]  # accepts connections, and answers nothing
+        if router == "rejects":
+            deaf.close()
+        elif not town.secure:
+            pytest.skip("in the clear, whoever accepts a connection is taken for the peer")
+        peer.send("hidden", Header(kind=Kind.INPUT, length=2), (b"hi",))
+        wait_for(lambda: town.ledgers["hidden"].frames, "the frame")
+        hidden.send("peer", Header(kind=Kind.INPUT, length=2), (b"ho",))
+        wait_for(lambda: town.ledgers["peer"].frames, "the answer")
+    assert town.ledgers["peer"].losses == town.ledgers["hidden"].losses == []

@@ -29,6 +29,8 @@ log = logging.getLogger("lightning_hivemind")
 T = TypeVar("T")
 
 MOST_ENDPOINTS = 16
+#: instead of the empty question how a peer can be reached: it shall dial whoever asks
+DIAL = b"dial"
 #: bound of the answer: a fingerprint, a token, some addresses
 MAX_ANSWER_BYTES = 4096
 START_S = 20.0
@@ -77,15 +79,15 @@ class Introductions:
         """Where libp2p may find ``peer``, should it not know itself. (Whoever answers there must have its identity.)"""
         self._addresses[peer] = addresses
 
-    def introduce(self, peer: str) -> Introduction:
-        """How ``peer`` can be reached. Blocks; from any thread.
+    def introduce(self, peer: str, dials: bool = False) -> Introduction:
+        """How ``peer`` can be reached; with ``dials`` it is asked to dial this one. Blocks; from any thread.
 
         Raises:
             OSError: it does not answer.
             WireError: its answer cannot be understood.
         """
         try:
-            return self._call(self._ask(peer), self._timeout_s)
+            return self._call(self._ask(peer, DIAL if dials else b""), self._timeout_s)
         except (P2PDaemonError, P2PHandlerError) as error:
             raise ConnectionError(f"no answer over libp2p: {error}") from error
 
@@ -110,24 +112,25 @@ class Introductions:
         self._p2p = await self._dht.replicate_p2p()
         await self._p2p.add_protobuf_handler(self._handler, self._answer, BytesValue, balanced=True)
 
-    async def _ask(self, peer: str) -> Introduction:
+    async def _ask(self, peer: str, question: bytes) -> Introduction:
         assert self._p2p is not None
         try:
-            answer = await self._call_peer(peer)
+            answer = await self._call_peer(peer, question)
         except P2PDaemonError:
             if not self._addresses.get(peer) or self._p2p is None:
                 raise
             await dial(self._p2p, peer, self._addresses[peer])
-            answer = await self._call_peer(peer)
+            answer = await self._call_peer(peer, question)
         return read_introduction(answer.value)
 
-    async def _call_peer(self, peer: str) -> Any:
+    async def _call_peer(self, peer: str, question: bytes) -> Any:
         assert self._p2p is not None
-        return await self._p2p.call_protobuf_handler(PeerID.from_base58(peer), self._handler, BytesValue(), BytesValue)
+        request = BytesValue(value=question)
+        return await self._p2p.call_protobuf_handler(PeerID.from_base58(peer), self._handler, request, BytesValue)
 
     async def _answer(self, request: BytesValue, context: Any) -> BytesValue:
         endpoints: list[list[Any]] = []
-        if self._port is not None:
+        if self._port is not None and request.value != DIAL:
             assert self._p2p is not None
             endpoints = [[host, self._port] for host in hosts_of(await self._p2p.get_visible_maddrs())]
         else:

@@ -81,7 +81,7 @@ def build(
     certificate = Certificate.create()
     introductions: list[Introductions] = []
     links = Links(
-        driver, certificate=certificate, introduce=lambda peer: introductions[0].introduce(peer), detect_s=DETECT_S
+        driver, certificate=certificate, introduce=lambda *asked: introductions[0].introduce(*asked), detect_s=DETECT_S
     )
     port = _listen(links, arguments) if reduces else None
     asks = Introductions(

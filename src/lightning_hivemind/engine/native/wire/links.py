@@ -10,7 +10,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.wire.connection import (
@@ -26,7 +25,7 @@ from lightning_hivemind.engine.native.wire.connection import (
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.outlet import Gone, Outlet
-from lightning_hivemind.engine.native.wire.sink import Introduction, Payload, PeerId, Sink
+from lightning_hivemind.engine.native.wire.sink import Introduce, Introduction, Payload, PeerId, Sink
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 from lightning_hivemind.errors import LightningHivemindError, WireError
 
@@ -58,7 +57,7 @@ class Links:
 
     Args:
         certificate: None sends everything in the clear.
-        introduce: asks a peer over libp2p how it can be reached, and for a token; may block, may raise OSError.
+        introduce: see :data:`.sink.Introduce`.
         detect_s: a peer that sends nothing for so long is lost.
     """
 
@@ -67,7 +66,7 @@ class Links:
         sink: Sink,
         *,
         certificate: Certificate | None,
-        introduce: Callable[[PeerId], Introduction],
+        introduce: Introduce,
         detect_s: float,
     ) -> None:
         self._sink, self._certificate, self._introduce, self._detect_s = sink, certificate, introduce, detect_s
@@ -109,7 +108,7 @@ class Links:
 
     def _invite(self, peer: PeerId) -> None:
         try:
-            introduction = self._introduce(peer)
+            introduction = self._introduce(peer, False)
             sock, _ = dial(introduction, Kind.REVERSED, context=self._client, timeout_s=self._detect_s)
         except (OSError, LightningHivemindError) as error:
             log.debug("no connection for %s to send on: %s", peer, why(error))
@@ -241,8 +240,8 @@ class Links:
                 )
             return outlet
 
-    def _introduced(self, peer: PeerId) -> Introduction:
-        introduction = self._introduce(peer)
+    def _introduced(self, peer: PeerId, dials: bool) -> Introduction:
+        introduction = self._introduce(peer, dials)
         if not introduction.endpoints and self._listener is None:
             raise Gone("neither of the two accepts connections (client_mode)")
         return introduction

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from lightning_hivemind.engine.native.wire.connection import close, why, write
 from lightning_hivemind.engine.native.wire.dial import Endpoint, dial
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
-from lightning_hivemind.engine.native.wire.sink import Introduction, Payload, PeerId
+from lightning_hivemind.engine.native.wire.sink import Introduce, Payload, PeerId
 from lightning_hivemind.errors import LightningHivemindError
 
 #: a connection on which nothing is to be sent says so often that it lives
@@ -34,7 +34,7 @@ class Outlet:
         self,
         peer: PeerId,
         *,
-        introduce: Callable[[PeerId], Introduction],
+        introduce: Introduce,
         context: ssl.SSLContext | None,
         patience_s: float,
         lost: Callable[[Outlet, str], None],
@@ -48,6 +48,8 @@ class Outlet:
         self._sock: socket.socket | None = None
         self._given: socket.socket | None = None
         self._endpoint: Endpoint | None = None
+        #: it could not be dialled (a router in between, say), so it is asked to dial
+        self._dials = False
         self._thread = threading.Thread(target=self._run, name=f"to {peer[-6:]}", daemon=True)
         self._thread.start()
 
@@ -113,25 +115,31 @@ class Outlet:
             try:
                 if self._is_gone():
                     raise ConnectionRefusedError
-                introduction = self._introduce(self.peer)
-                if introduction.endpoints:
-                    timeout_s = max(RETRY_S, deadline - time.monotonic())
-                    sock, endpoint = dial(introduction, Kind.HELLO, context=self._context, timeout_s=timeout_s)
-                    sock.settimeout(self._patience_s)
-                    self._endpoint = endpoint
-                else:
-                    sock = self._await(deadline)
+                sock = self._reach(deadline)
                 break
-            except ConnectionRefusedError:
-                raise Gone("its process has ended: nobody listens at its address") from None
             except (OSError, LightningHivemindError) as error:
+                if isinstance(error, ConnectionRefusedError) and self._endpoint is not None:
+                    raise Gone("its process has ended: nobody listens at its address") from None
                 if self._closed or time.monotonic() + RETRY_S >= deadline:
                     raise Gone(f"cannot be reached: {why(error)}") from error
+                self._dials = self._endpoint is None and not self._dials
                 time.sleep(RETRY_S)
         with self._changed:
             self._sock = sock
             if self._closed:
                 close(sock)
+        return sock
+
+    def _reach(self, deadline: float) -> socket.socket:
+        """One attempt, by the one way or the other."""
+        introduction = self._introduce(self.peer, self._dials)
+        half = min(deadline, time.monotonic() + self._patience_s / 2)
+        if not introduction.endpoints:
+            return self._await(half if self._dials else deadline)
+        timeout_s = max(RETRY_S, (half - time.monotonic()) / len(introduction.endpoints))
+        sock, endpoint = dial(introduction, Kind.HELLO, context=self._context, timeout_s=timeout_s)
+        sock.settimeout(self._patience_s)
+        self._endpoint = endpoint
         return sock
 
     def _is_gone(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,3 +45,7 @@ class Introduction:
     endpoints: tuple[tuple[str, int], ...]
     fingerprint: bytes
     token: bytes
+
+
+#: asks a peer over libp2p how it can be reached, or (True) to dial this one instead; may block, may raise OSError
+Introduce = Callable[[PeerId, bool], Introduction]
