@@ -74,3 +74,8 @@ class Neighbours:
 async def keep_neighbours(dht: hivemind.DHT, node: DHTNode) -> None:
     """Start it, in the DHT process."""
     asyncio.get_running_loop().create_task(Neighbours(node).keep())
+
+
+async def connected(dht: hivemind.DHT, node: DHTNode) -> set[str]:
+    """Ids of the peers that the daemon has a connection to; runs in the DHT process."""
+    return {info.peer_id.to_base58() for info in await node.p2p.list_peers()}

@@ -6,12 +6,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from hivemind.p2p import PeerID
+
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.stock.build import Parts
+from lightning_hivemind.engine.stock.rounds import answered
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.events import DhtSilent, EventBus
+from lightning_hivemind.network.neighbours import connected
 
 FRESH_S = 5.0  # how long the DHT may take for one look before a decision
+#: a peer of whose progress the DHT knows nothing, though it trains and is connected, is looked for so long: the DHT
+#: forgets a node that was late with one answer, and has it back a second or two later (network/neighbours.py)
+LAPSE_S, AGAIN_S = 2.5, 0.25
 
 
 class Others:
@@ -28,14 +35,32 @@ class Others:
         self._a, self._parts, self._records, self._events = arguments, parts, records, events
         self._should_abort = should_abort
         self._group_size: int | None = None
+        #: of whom nothing was heard in all that time: they are not waited for again until something is
+        self._unheard: set[str] = set()
 
     def look(self) -> None:
         """Read the others' progress; if the DHT is silent, decide with what is known."""
         start = time.monotonic()
         try:
             self._parts.tracker.refresh(FRESH_S, self._should_abort)
+            while missing := self._missing():
+                if time.monotonic() - start > LAPSE_S or self._should_abort():
+                    self._unheard |= missing
+                    return
+                time.sleep(AGAIN_S)
+                self._parts.tracker.refresh(FRESH_S, self._should_abort)
         except (FutureTimeoutError, TimeoutError):
             self._events.emit(DhtSilent(what="the other peers' progress", duration_s=time.monotonic() - start))
+
+    def _missing(self) -> set[str]:
+        """Peers that train and are connected, of whose progress there is no report."""
+        heard = {PeerID(peer).to_base58() for peer in self._parts.tracker.others_since(0)}
+        self._unheard -= heard
+        missing = self._records.trainers - heard - self._unheard
+        if not missing:
+            return missing
+        future = self._parts.tracker.dht.run_coroutine(connected, return_future=True)
+        return missing & future.result() if answered(future, FRESH_S, self._should_abort) else set()
 
     def lead(self, epoch: int) -> int:
         """How many epochs the swarm is ahead of ``epoch``."""
