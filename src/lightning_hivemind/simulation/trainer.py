@@ -35,14 +35,16 @@ from lightning_hivemind.engine.native.protocol.settings import Settings
 if TYPE_CHECKING:
     from lightning_hivemind.simulation.world import World
 
-MESSAGE_BYTES = 200
-
 
 @dataclass(kw_only=True)
 class Habits:
-    """How a modelled peer trains: a batch of ``batch_samples`` takes ``batch_s`` seconds."""
+    """How a modelled peer trains: a batch of ``batch_samples`` takes ``batch_s`` seconds.
+
+    ``weight``: samples that go by one name, for runs with so many that naming each would take long.
+    """
 
     batch_samples: int = 8
+    weight: int = 1
     batch_s: float = 0.1
     reduces: bool = True
     bandwidth: float = 1.0
@@ -78,11 +80,14 @@ class Inbox:
 class SimulatedPeer:
     """One peer of a :class:`~.world.World`."""
 
+    #: between two looks at the time, where the protocol wants one at once
+    least_tick_s = 0.001
+
     def __init__(self, world: World, name: str, incarnation: int, settings: Settings, habits: Habits) -> None:
         self.world, self.name, self.settings, self.habits = world, name, settings, habits
         self.alive, self.frozen = True, False
         tag = f"{name}#{incarnation}"
-        self.core = Peer(settings, name, tag.encode(), reduces=habits.reduces)
+        self.core = self._make_core(tag)
         self.parameters: Parameters | None = None
         #: commits that this peer applied, oldest first
         self.applied: list[Commit] = []
@@ -101,6 +106,9 @@ class SimulatedPeer:
         self._mine: dict[RoundId, Contribution | None] = {}
         self._ticking_at = float("inf")
 
+    def _make_core(self, tag: str) -> Peer:
+        return Peer(self.settings, self.name, tag.encode(), reduces=self.habits.reduces)
+
     @property
     def head(self) -> Head:
         """Of the parameters: what the protocol knows to be committed may be about to be applied."""
@@ -109,9 +117,11 @@ class SimulatedPeer:
 
     @property
     def dropped(self) -> int:
-        """Samples that are known to be in no commit of the lineage that this peer is on."""
+        """Samples (names) that are known to be in no commit of the lineage that this peer is on."""
+        if not self._forsaken:
+            return self._unknown
         kept = {one for commit in self.applied for one in commit.contributions}
-        return self._unknown + sum(one.samples for one in self._forsaken - kept)
+        return self._unknown + sum(one.samples // self.habits.weight for one in self._forsaken - kept)
 
     # ------------------------------------------------------------------ training
 
@@ -119,20 +129,26 @@ class SimulatedPeer:
         self.parameters = parameters
         self.core.adopt(parameters.head, (), self.world.now)
         self.carry_out()
+        self._train()
+
+    def _train(self) -> None:
         self.world.clock.after(self.habits.batch_s, self._batch)
 
     def _batch(self) -> None:
         if not self.alive:
             return
         if not self.frozen:
-            for _ in range(self.habits.batch_samples):
-                self.made += 1
-                self.pool.add(f"{self.tag}/{self.made}")
+            self._make_samples()
             self._report_pool()
         self.world.clock.after(self.habits.batch_s, self._batch)
 
+    def _make_samples(self) -> None:
+        for _ in range(self.habits.batch_samples // self.habits.weight):
+            self.made += 1
+            self.pool.add(f"{self.tag}/{self.made}")
+
     def _report_pool(self) -> None:
-        self.core.contributed(len(self.pool), self.world.now)
+        self.core.contributed(len(self.pool) * self.habits.weight, self.world.now)
         self.carry_out()
 
     # ------------------------------------------------------------------ what comes in
@@ -170,15 +186,18 @@ class SimulatedPeer:
         while actions := self.core.take():
             for action in actions:
                 self._do(action)
-        due = max(self.core.deadline, self.world.now + 0.001)
+        due = max(self.core.deadline, self.world.now + self.least_tick_s)
         if due < self._ticking_at:
             self._ticking_at = due
-            self.world.clock.at(due, self.tick)
+            self._tick_at(due)
+
+    def _tick_at(self, due: float) -> None:
+        self.world.clock.at(due, self.tick)
 
     def _do(self, action: Action) -> None:
         match action:
             case Send(to=to, message=message):
-                self.world.send(self, to, MESSAGE_BYTES, lambda other: other.receive(self.name, message))
+                self._send(to, message)
             case Called(round=round_id):
                 self._join(round_id)
             case Begun(plan=plan):
@@ -189,8 +208,9 @@ class SimulatedPeer:
                 self.world.send(
                     self,
                     to,
-                    self.world.chunk_bytes,
+                    self.world.data_bytes(chunk),
                     lambda other: other.take_input(self.name, round_id, chunk, mine),
+                    data_of=round_id,
                 )
             case Reduce():
                 self._reduce(action)
@@ -200,8 +220,9 @@ class SimulatedPeer:
                     self.world.send(
                         self,
                         peer,
-                        self.world.chunk_bytes,
+                        self.world.data_bytes(chunk),
                         lambda other: other.take_result(self.name, round_id, chunk, version, value),
+                        data_of=round_id,
                     )
             case Apply():
                 self._apply(action)
@@ -209,15 +230,21 @@ class SimulatedPeer:
                 self._mine.pop(round_id, None)
                 self.boxes.pop(round_id, None)
             case CatchUp():
-                self.world.clock.after(self.world.state_s, lambda: self._catch_up(action))
+                self.world.clock.after(self.world.state_time_s(self), lambda: self._catch_up(action))
             case Note():
                 self.notes.append(action)
+
+    def _send(self, to: str, message: Message) -> None:
+        size_bytes = self.world.message_bytes(message)
+        self.world.send(self, to, size_bytes, lambda other: other.receive(self.name, message))
 
     def _join(self, round_id: RoundId) -> None:
         contribution = None
         if self.pool:
             self._numbers += 1
-            contribution = Contribution(peer=self.name, number=self._numbers, samples=len(self.pool))
+            contribution = Contribution(
+                peer=self.name, number=self._numbers, samples=len(self.pool) * self.habits.weight
+            )
             self.offered[self._numbers] = Given(contribution=contribution, samples=frozenset(self.pool))
             self.world.register(contribution, frozenset(self.pool))
         self._mine[round_id] = contribution
@@ -250,7 +277,7 @@ class SimulatedPeer:
         while self._averages:
             commit, here = self._averages[0]
             if not here:
-                self.world.clock.after(self.world.state_s, partial(self._fetch, commit))
+                self.world.clock.after(self.world.state_time_s(self), partial(self._fetch, commit))
                 return
             self._averages.popleft()
             assert self.parameters is not None

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.clock import Clock
 from lightning_hivemind.simulation.network import Network
 from lightning_hivemind.simulation.trainer import Habits, Parameters, SimulatedPeer
 
+#: of a message, where its size does not matter
+MESSAGE_BYTES = 200
 #: how often a peer publishes its record, and how late the others read it
 RECORD_S = 1.0
 
@@ -26,9 +30,9 @@ class World:
         self.clock = Clock()
         self.peers: dict[str, SimulatedPeer] = {}
         self.cuts: set[frozenset[str]] = set()
-        #: digest of the parameters at each head, and the commits that extend each head
+        #: digest of the parameters at each head, and the heads that follow each head
         self.parameters: dict[Head, bytes] = {}
-        self.children: defaultdict[Head, set[Commit]] = defaultdict(set)
+        self.children: defaultdict[Head, set[Head]] = defaultdict(set)
         self._contents: dict[Contribution, frozenset[str]] = {}
         self._incarnations: defaultdict[str, int] = defaultdict(int)
 
@@ -43,7 +47,7 @@ class World:
         if name in self.peers:
             self.peers[name].alive = False  # so quickly that nobody noticed its end
         self._incarnations[name] += 1
-        peer = SimulatedPeer(self, name, self._incarnations[name], self.settings, habits or Habits())
+        peer = self._make(name, self._incarnations[name], habits or Habits())
         donors = [one for one in self.peers.values() if one.alive and one.parameters is not None and one.name != name]
         self.peers[name] = peer
         if donors:
@@ -58,6 +62,9 @@ class World:
             peer.start(Parameters(head=Head.root(self.settings.run, name), digest=b"initial"))
         self._publish(peer)
         return peer
+
+    def _make(self, name: str, incarnation: int, habits: Habits) -> SimulatedPeer:
+        return SimulatedPeer(self, name, incarnation, self.settings, habits)
 
     def living(self) -> list[SimulatedPeer]:
         return [peer for peer in self.peers.values() if peer.alive]
@@ -89,8 +96,31 @@ class World:
 
     # ------------------------------------------------------------------ the network
 
-    def send(self, sender: SimulatedPeer, to: str, size_bytes: int, arrive: Callable[[SimulatedPeer], None]) -> None:
-        """``arrive`` is called with the receiver, if and when it gets there."""
+    def message_bytes(self, message: Message) -> int:
+        """What a message weighs on the wire."""
+        return MESSAGE_BYTES
+
+    def data_bytes(self, chunk: int) -> int:
+        """What a chunk weighs on the wire, encoded."""
+        return self.chunk_bytes
+
+    def state_time_s(self, peer: SimulatedPeer) -> float:
+        """How long ``peer`` needs to fetch a state, or an average that it lacks."""
+        return self.state_s
+
+    def send(
+        self,
+        sender: SimulatedPeer,
+        to: str,
+        size_bytes: int,
+        arrive: Callable[[SimulatedPeer], None],
+        *,
+        data_of: RoundId | None = None,
+    ) -> None:
+        """``arrive`` is called with the receiver, if and when it gets there.
+
+        ``data_of``: the round of which this is a chunk; None: it is a message.
+        """
         target = self.peers.get(to)
         if target is None:
             return
@@ -170,29 +200,38 @@ class World:
     def check(self, peer: SimulatedPeer, commit: Commit) -> None:
         """After a step: the same bytes gave the same parameters as everywhere else (I2)."""
         assert peer.parameters is not None
-        known = self.parameters.setdefault(commit.head, peer.parameters.digest)
-        assert known == peer.parameters.digest, f"{peer.name} has other parameters at epoch {commit.head.epoch}"
-        self.children[commit.parent].add(commit)
+        head = commit.head
+        known = self.parameters.setdefault(head, peer.parameters.digest)
+        assert known == peer.parameters.digest, f"{peer.name} has other parameters at epoch {head.epoch}"
+        self.children[commit.parent].add(head)
 
     @property
     def forks(self) -> int:
         """Heads that were extended in more than one way."""
-        return sum(len(commits) > 1 for commits in self.children.values())
+        return sum(len(heads) > 1 for heads in self.children.values())
 
     def check_ledger(self, peer: SimulatedPeer) -> None:
         """The lineage that this peer is on is one chain (I4), and no sample is in two commits of it (I3).
 
         Nor is one lost: this peer's are in a commit, or wait for one, or were dropped and counted.
         """
-        seen: set[str] = set()
-        for before, after in zip(peer.applied, peer.applied[1:], strict=False):
+        self._check_counts(peer, self._chain(peer.applied))
+
+    def _chain(self, applied: list[Commit]) -> dict[str, set[str]]:
+        """The samples in these commits, which must be one chain, by the peer's life that made them."""
+        seen: defaultdict[str, set[str]] = defaultdict(set)
+        for before, after in pairwise(applied):
             assert after.parent == before.head
-        for commit in peer.applied:
+        for commit in applied:
             for one in commit.contributions:
                 samples = self._contents[one]
-                assert not samples & seen, f"samples of {one.peer} count twice"
-                seen |= samples
-        committed = {sample for sample in seen if sample.startswith(f"{peer.tag}/")}
+                known = seen[next(iter(samples)).split("/")[0]]  # all of them are of one life
+                assert not samples & known, f"samples of {one.peer} count twice"
+                known |= samples
+        return seen
+
+    def _check_counts(self, peer: SimulatedPeer, seen: dict[str, set[str]]) -> None:
+        committed = seen.get(peer.tag, set())
         assert not committed & peer.pool, f"samples of {peer.name} would count twice"
         lost = peer.made - len(committed) - len(peer.pool) - peer.dropped
         assert lost == 0, f"{lost} samples of {peer.name} are lost in silence"
