@@ -1,0 +1,169 @@
+"""The protocol's core for a thousand peers in one process: the same answers, without counting everybody each time.
+
+One peer asks a few times per second who of n is next, which is nothing for it; n peers in one process ask n times as
+often, which is all that the process does. So the roster here keeps an order of ranks that all of them share, and sums
+that change with what is heard. And what is computed from one unchanging value at every peer (the head that a commit
+leads to, who contributes to a plan) is computed once. ``tests/unit/simulation`` compares runs with and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_hivemind.engine.native.protocol.actions import Action
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, rank
+from lightning_hivemind.engine.native.protocol.peer import Peer
+from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.engine.native.protocol.roster import Roster
+from lightning_hivemind.engine.native.protocol.rounds import Rounds
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.protocol.standing import Standing
+from lightning_hivemind.simulation.ordered import in_fixed_order
+
+#: epochs of which the order of candidates is kept
+KEPT = 8
+
+
+class Ranks:
+    """All peers of a world in the order in which they are candidates, by epoch; shared by their rosters."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self.names: list[PeerId] = []
+        self._orders: dict[tuple[int, int], list[PeerId]] = {}
+
+    def of(self, epoch: int) -> list[PeerId]:
+        key = epoch, len(self.names)
+        if key not in self._orders:
+            while len(self._orders) >= KEPT:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[key] = sorted(self.names, key=lambda name: (rank(self._run, epoch, name), name))
+        return self._orders[key]
+
+
+class QuickRoster(Roster):
+    """Answers as :class:`Roster` does. ``ranks`` must hold every peer that is ever heard of."""
+
+    def __init__(self, settings: Settings, me: PeerId, reduces: bool, ranks: Ranks) -> None:
+        super().__init__(settings, me, reduces)
+        self._ranks = ranks
+        self._living: list[PeerId] | None = None
+        #: of the living at this head, this peer's own not included
+        self._sum_head: Head | None = None
+        self._sum = 0
+
+    def record(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float, *, outdated: bool) -> bool:
+        if peer in self._gone:
+            self._forget()
+        return super().record(peer, head, samples, reduces, stamp, outdated=outdated)
+
+    def note(self, peer: PeerId, head: Head, samples: int, *, outdated: bool) -> None:
+        known, before = peer in self._seen, self._part(peer)
+        super().note(peer, head, samples, outdated=outdated)
+        self._sum += self._part(peer) - before
+        if not known:
+            self._living = None
+
+    def lost(self, peer: PeerId) -> None:
+        self._forget()
+        super().lost(peer)
+
+    def alive(self, peer: PeerId) -> None:
+        if peer in self._gone:
+            self._forget()
+            super().alive(peer)
+
+    def moved(self, peers: set[PeerId], parent: Head, head: Head) -> None:
+        self._sum_head = None
+        super().moved(peers, parent, head)
+
+    def news(self, peer: PeerId, head: Head) -> bool:
+        """Whether a record of ``peer`` at ``head`` would say anything that is not known here."""
+        known = self._seen.get(peer)
+        return known is None or known.head != head or peer in self._gone
+
+    def living(self) -> list[PeerId]:
+        if self._living is None:
+            self._living = super().living()
+        return self._living
+
+    def candidate(self, head: Head) -> PeerId:
+        order = self._ranks.of(head.epoch)
+        for reduces in (True, False):
+            for peer in order:
+                if peer == self._me:
+                    if self._reduces == reduces:
+                        return peer
+                elif (
+                    (known := self._seen.get(peer)) is not None
+                    and known.reduces == reduces
+                    and known.head == head
+                    and peer not in self._gone
+                    and peer not in self._idle
+                ):
+                    return peer
+        raise AssertionError("a peer is its own candidate at least")
+
+    def _counted(self, head: Head) -> int:
+        if self._sum_head != head:
+            self._sum_head, self._sum = head, super()._counted(head) - self.samples
+        return self.samples + self._sum
+
+    def _part(self, peer: PeerId) -> int:
+        known = self._seen.get(peer)
+        counts = known is not None and known.head == self._sum_head and peer not in self._gone
+        return known.samples if known is not None and counts else 0
+
+    def _forget(self) -> None:
+        self._living = self._sum_head = None
+
+
+class QuickPeer(Peer):
+    """The protocol's own :class:`Peer`, with a :class:`QuickRoster`."""
+
+    def __init__(self, settings: Settings, me: PeerId, incarnation: bytes, *, reduces: bool, ranks: Ranks) -> None:
+        super().__init__(settings, me, incarnation, reduces=reduces)
+        self._roster: QuickRoster = QuickRoster(settings, me, reduces, ranks)
+        self._standing = Standing(self._roster, self._emit)
+        self._rounds = Rounds(settings, me, incarnation, self._roster, self._standing, self._emit)
+
+    def take(self) -> list[Action]:
+        return in_fixed_order(super().take())
+
+    @property
+    def wants_something(self) -> bool:
+        """Whether :meth:`take` has anything."""
+        return bool(self._out)
+
+    def would_learn(self, peer: PeerId, head: Head) -> bool:
+        """See :meth:`QuickRoster.news`."""
+        return self._roster.news(peer, head)
+
+
+@contextmanager
+def computed_once() -> Iterator[None]:
+    """Within it, two properties of commits and plans are computed once for each object.
+
+    Commits and plans never change, so a run is the same with and without.
+    """
+    kept: dict[tuple[str, int], tuple[object, Any]] = {}
+
+    def once(name: str, compute: Callable[[Any], Any]) -> property:
+        def get(value: object) -> Any:
+            found = kept.get((name, id(value)))
+            if found is None:
+                found = kept[name, id(value)] = (value, compute(value))  # the object is kept: its id stays its own
+            return found[1]
+
+        return property(get)
+
+    before = [(owner, name, vars(owner)[name]) for owner, name in ((Commit, "head"), (Plan, "contributors"))]
+    for owner, name, original in before:
+        setattr(owner, name, once(name, original.fget))
+    try:
+        yield
+    finally:
+        for owner, name, original in before:
+            setattr(owner, name, original)

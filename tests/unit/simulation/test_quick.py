@@ -1,0 +1,71 @@
+"""The quick core answers as the protocol's own does, whatever it hears."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lightning_hivemind.engine.native.protocol.actions import Send
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.messages import Done, Missing
+from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.engine.native.protocol.roster import Roster
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.simulation.ordered import in_fixed_order
+from lightning_hivemind.simulation.quick import QuickRoster, Ranks, computed_once
+
+SETTINGS = Settings(run="run", target_samples=64, chunks=3)
+NAMES = [f"p{number}" for number in range(6)]
+HEADS = [Head(epoch=epoch, lineage=bytes([number]), samples=8 * epoch) for epoch in range(3) for number in range(2)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = Ranks("run")
+    ranks.names += NAMES
+    reduces = chance.random() < 0.5
+    plain, quick = Roster(SETTINGS, "p0", reduces), QuickRoster(SETTINGS, "p0", reduces, ranks)
+    for stamp in range(200):
+        peer, head, other = chance.choice(NAMES), chance.choice(HEADS), chance.choice(HEADS)
+        samples, flag = chance.randint(0, 40), chance.random() < 0.5
+        what = chance.choice(("record", "note", "lost", "alive", "moved", "let_pass", "told", "begin_anew", "samples"))
+        for one in (plain, quick):
+            match what:
+                case "record":
+                    one.record(peer, head, samples, flag, stamp - samples, outdated=not flag)
+                case "note":
+                    one.note(peer, head, samples, outdated=flag)
+                case "lost" | "alive" | "let_pass":
+                    getattr(one, what)(peer)
+                case "moved":
+                    one.moved({peer, "p1", "p2"}, head, other)
+                case "told":
+                    one.told(samples)
+                case "begin_anew":
+                    one.begin_anew()
+                case _:
+                    one.samples = samples
+        assert quick.living() == plain.living()
+        asked = chance.choice(HEADS)
+        assert quick.candidate(asked) == plain.candidate(asked)
+        assert quick.progress(asked) == plain.progress(asked)
+        assert quick.enough(asked) == plain.enough(asked)
+
+
+def test_properties_are_computed_once_and_put_back() -> None:
+    before = vars(Commit)["head"], vars(Plan)["contributors"]
+    one = Contribution(peer="a", number=1, samples=8)
+    commit = Commit(round=b"r", parent=HEADS[0], contributions=(one,), digest=b"d")
+    head = commit.head
+    with computed_once():
+        assert commit.head == head
+        assert commit.head is commit.head
+    assert (vars(Commit)["head"], vars(Plan)["contributors"]) == before
+
+
+def test_only_messages_that_come_from_sets_are_sorted() -> None:
+    done = [Send(to=to, message=Done(round=b"r", version=0, digest=b"")) for to in "ba"]
+    asks = [Send(to=to, message=Missing(round=b"r", version=0, inputs=True, chunks=(0,))) for to in "cba"]
+    assert in_fixed_order([*done, *asks, *done]) == [*done, *asks[::-1], *done]
