@@ -29,7 +29,8 @@ ROWS = [
     {"training", "peer", "optim"},
     {"strategy"},
     {"registry"},
-    {"cli", "monitor", "simulation"},
+    {"monitor", "simulation"},
+    {"cli"},
 ]
 HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}
 ANNEXES = {"argument_checks": "arguments", "argument_rules": "arguments"}  # files that are one room with another
