@@ -9,6 +9,7 @@ import pytest
 from lightning_hivemind.engine.native.protocol.actions import CatchUp
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
+    Ask,
     Call,
     Committed,
     Done,
@@ -213,3 +214,19 @@ def test_an_idle_peer_has_nothing_to_do_in_the_past() -> None:
             peer.tick(table.now)
         table.flow()
         assert all(peer.deadline > table.now for peer in table.peers.values())
+
+
+def test_a_peer_that_asks_what_became_of_its_round_has_nothing_to_do_in_the_past() -> None:
+    table = three()
+    table.hold = lambda sender, _, what: sender == FIRST and isinstance(what, Committed)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    table.hold = lambda *_: True  # whom it asks does not answer
+    table.kill(FIRST)
+    asking = table.peers[SECOND]
+    for _ in range(20):
+        table.now += 0.2
+        asking.tick(table.now)
+        table.flow()
+        assert asking.deadline > table.now
+    assert any(isinstance(letter[2], Ask) for letter in table.held), "it has not asked"

@@ -92,7 +92,7 @@ class Rounds:
     @property
     def deadline(self) -> float:
         times = [part.deadline for part in (self._member, self._inquiry) if part is not None]
-        if self._joined is not None:
+        if self._joined is not None and self._inquiry is None:  # else :meth:`tick` would be due at once, for ever
             times.append(self._joined.resend_at)
         return min([self.leadership.deadline, *times])
 
