@@ -153,7 +153,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5.0, help="length of the whole demo (default: 5)")
     parser.add_argument("--peers", type=int, default=3, help="peers on this machine (default: 3)")
     parser.add_argument("--target-batch-size", type=int, default=64, help="samples per step of the swarm (default: 64)")
-    parser.add_argument("--engine", default="hivemind", choices=("hivemind",), help="what averages")
+    parser.add_argument("--engine", default="hivemind", choices=("hivemind", "native"), help="what averages")
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for logs, figures and the plot")
     options = parser.parse_args(argv)
     if options.minutes < 1:
