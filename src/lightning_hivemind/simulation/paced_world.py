@@ -109,26 +109,22 @@ class PacedWorld(World):
             self._sizes[key] = (keep, len(encode(message)))
         return self._sizes[key][1]
 
-    def send(
+    def _transmit(
         self,
         sender: SimulatedPeer,
-        to: str,
+        target: SimulatedPeer,
         size_bytes: int,
         arrive: Callable[[SimulatedPeer], None],
-        *,
-        data_of: RoundId | None = None,
+        data_of: RoundId | None,
     ) -> None:
-        target = self.peers.get(to)
-        if target is None or target is sender:
-            super().send(sender, to, size_bytes, arrive, data_of=data_of)
-            return
         assert isinstance(target, PacedPeer)
         if data_of is None and size_bytes > MAX_MESSAGE_BYTES:
             self.tally.reason(f"a message is above {MAX_MESSAGE_BYTES} bytes, which nobody takes")
             return
-        times = self.links.deliveries(sender.name, to, size_bytes, self.now, data=data_of is not None)
+        data = data_of is not None
+        times = self.links.deliveries(sender.name, target.name, size_bytes, self.now, data=data)
         if times:
-            self.tally.carries(sender.name, to, size_bytes, data=data_of is not None)
+            self.tally.carries(sender.name, target.name, size_bytes, data=data)
         for time in times:
             if data_of is None:
                 self._deliver(sender, target, time, arrive)

@@ -122,12 +122,21 @@ class World:
         ``data_of``: the round of which this is a chunk; None: it is a message.
         """
         target = self.peers.get(to)
-        if target is None:
-            return
         if target is sender:
-            self.clock.after(0.0, lambda: arrive(target) if target.alive else None)
-            return
-        for time in self.network.deliveries(sender.name, to, size_bytes, self.now):
+            self.clock.after(0.0, lambda: arrive(sender) if sender.alive else None)
+        elif target is not None:
+            self._transmit(sender, target, size_bytes, arrive, data_of)
+
+    def _transmit(
+        self,
+        sender: SimulatedPeer,
+        target: SimulatedPeer,
+        size_bytes: int,
+        arrive: Callable[[SimulatedPeer], None],
+        data_of: RoundId | None,
+    ) -> None:
+        """From one peer to another one; see :meth:`send`."""
+        for time in self.network.deliveries(sender.name, target.name, size_bytes, self.now):
             self._deliver(sender, target, time, arrive)
 
     def _deliver(
