@@ -68,10 +68,12 @@ class Table:
     def flow(self) -> None:
         """Let everything be read that is not held back, in order, in this instant."""
         for _ in range(10_000):
-            for name, peer in self.peers.items():
-                for action in peer.take():
-                    if name not in self.gone:
-                        self._do(name, action)
+            todo = [(name, action) for name, peer in self.peers.items() for action in peer.take()]
+            for name, action in todo:
+                if name not in self.gone:
+                    self._do(name, action)
+            if todo:
+                continue
             if not self.letters:
                 return
             letter = self.letters.pop(0)

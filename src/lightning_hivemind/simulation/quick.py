@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_hivemind.engine.native.protocol.actions import Action
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, rank
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Plan
@@ -20,7 +19,6 @@ from lightning_hivemind.engine.native.protocol.roster import Roster
 from lightning_hivemind.engine.native.protocol.rounds import Rounds
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
-from lightning_hivemind.simulation.ordered import in_fixed_order
 
 #: epochs of which the order of candidates is kept
 KEPT = 8
@@ -128,9 +126,6 @@ class QuickPeer(Peer):
         self._roster: QuickRoster = QuickRoster(settings, me, reduces, ranks)
         self._standing = Standing(self._roster, self._emit)
         self._rounds = Rounds(settings, me, incarnation, self._roster, self._standing, self._emit)
-
-    def take(self) -> list[Action]:
-        return in_fixed_order(super().take())
 
     @property
     def wants_something(self) -> bool:

@@ -10,6 +10,7 @@ from lightning_hivemind.engine.native.protocol.actions import CatchUp
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
     Ask,
+    Begin,
     Call,
     Committed,
     Done,
@@ -18,6 +19,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     News,
     Progress,
 )
+from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from swarm.table import Data, Table, by_rank
 
@@ -230,3 +232,68 @@ def test_a_peer_that_asks_what_became_of_its_round_has_nothing_to_do_in_the_past
         table.flow()
         assert asking.deadline > table.now
     assert any(isinstance(letter[2], Ask) for letter in table.held), "it has not asked"
+
+
+def inputs_on_one_way(sender: str, receiver: str, what: object) -> bool:
+    return isinstance(what, Data) and not what.digest and (sender, receiver) == (THIRD, SECOND)
+
+
+def test_an_owner_that_still_collects_inputs_over_a_slow_line_is_not_taken_for_silent() -> None:
+    table = three(Settings(run="run", target_samples=16, chunks=3, round_s=60.0))
+    table.hold = inputs_on_one_way
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    late = next(what for sender, receiver, what in table.held if receiver == SECOND)
+    assert isinstance(late, Data)
+    for _ in range(round(3 * SETTINGS.stall_s)):
+        table.wait(1.0)
+        table.peers[SECOND].heard(late.round, THIRD, table.now)  # a part of it arrives
+    assert not table.applied[FIRST]
+    table.release()
+    (commit,) = {table.applied[name][0] for name in "abc"}
+    assert commit.samples == 24
+    assert table.notes() == []
+
+
+def test_an_owner_whose_inputs_have_stopped_coming_says_nothing_and_who_gives_none_goes() -> None:
+    table = three(Settings(run="run", target_samples=16, chunks=3, round_s=60.0))
+    table.hold = inputs_on_one_way
+    table.train(a=8, b=8, c=8)
+    table.wait(2 * SETTINGS.stall_s)
+    (commit,) = {table.applied[name][0] for name in (FIRST, SECOND)}
+    assert {one.peer for one in commit.contributions} == {FIRST, SECOND}
+
+
+def test_a_plan_is_said_once_and_again_only_to_who_has_an_older_one() -> None:
+    table = three(Settings(run="run", target_samples=8, chunks=3, round_s=60.0))
+    begun: list[tuple[str, int]] = []
+
+    def letters(sender: str, receiver: str, what: object) -> bool:
+        if isinstance(what, Begin):
+            begun.append((receiver, what.plan.version))
+            return begun.count((receiver, 1)) == 1 and begun[-1] == (SECOND, 1)  # its newer plan gets lost, once
+        return isinstance(what, Data) and not what.digest and sender == THIRD != receiver
+
+    table.hold = letters
+    table.train(a=8, b=8, c=8)
+    table.wait(4.0)
+    assert begun == [(name, 0) for name in sorted([SECOND, THIRD])]  # what one says to oneself is no letter
+    table.kill(THIRD)
+    table.wait(4.0)
+    assert begun[2:] == [(SECOND, 1), (SECOND, 1)]
+    assert [len(table.applied[name]) for name in (FIRST, SECOND)] == [1, 1]
+
+
+def test_who_has_started_again_in_a_round_says_so_when_it_hears_of_it() -> None:
+    table = three()
+    table.hold = lambda sender, receiver, what: isinstance(what, Data) and not what.digest and sender == THIRD
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    head = table.peers[THIRD].head
+    assert head is not None
+    again = Peer(SETTINGS, THIRD, b"another life")
+    again.adopt(head, (), table.now)
+    table.peers[THIRD] = again
+    table.wait(2.0)
+    assert (THIRD, "it has left the round") in table.notes()
+    assert [len(table.applied[name]) for name in (FIRST, SECOND)] == [1, 1]

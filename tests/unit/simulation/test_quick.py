@@ -6,13 +6,10 @@ import random
 
 import pytest
 
-from lightning_hivemind.engine.native.protocol.actions import Send
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
-from lightning_hivemind.engine.native.protocol.messages import Done, Missing
 from lightning_hivemind.engine.native.protocol.plan import Plan
 from lightning_hivemind.engine.native.protocol.roster import Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
-from lightning_hivemind.simulation.ordered import in_fixed_order
 from lightning_hivemind.simulation.quick import QuickRoster, Ranks, computed_once
 
 SETTINGS = Settings(run="run", target_samples=64, chunks=3)
@@ -63,9 +60,3 @@ def test_properties_are_computed_once_and_put_back() -> None:
         assert commit.head == head
         assert commit.head is commit.head
     assert (vars(Commit)["head"], vars(Plan)["contributors"]) == before
-
-
-def test_only_messages_that_come_from_sets_are_sorted() -> None:
-    done = [Send(to=to, message=Done(round=b"r", version=0, digest=b"")) for to in "ba"]
-    asks = [Send(to=to, message=Missing(round=b"r", version=0, inputs=True, chunks=(0,))) for to in "cba"]
-    assert in_fixed_order([*done, *asks, *done]) == [*done, *asks[::-1], *done]

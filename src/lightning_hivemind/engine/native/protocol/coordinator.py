@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Note, Send
 from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId
-from lightning_hivemind.engine.native.protocol.messages import Accuse, Begin, Committed, Done, Ended
+from lightning_hivemind.engine.native.protocol.messages import Accuse, Begin, Committed, Current, Done, Ended
 from lightning_hivemind.engine.native.protocol.plan import Plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
@@ -89,8 +89,8 @@ class Coordinator:
         elif now >= self._resend_at:
             self._resend_at = now + 2 * self._settings.resend_s
             for peer in self.plan.members:
-                if peer not in self._done:  # it may never have got the plan, or have started again since
-                    self._emit(Send(to=peer, message=Begin(plan=self.plan)))
+                if peer not in self._done:  # it may have an older plan, or have started again since
+                    self._emit(Send(to=peer, message=Current(round=self.plan.round, version=self.plan.version)))
 
     @property
     def deadline(self) -> float:
@@ -117,12 +117,12 @@ class Coordinator:
             # whoever was lost has given everything, and all the others have the results
             self._decide(lost)
             return
-        for peer in lost | refused:
+        for peer in sorted(lost | refused):
             self._emit(Note(what=reason, peer=peer, round=self.plan.round))
         self.plan = self.plan.without(lost, refused)
         self._done.clear()
         self._accusations.clear()
-        for peer in lost:
+        for peer in sorted(lost):
             self._emit(Send(to=peer, message=Ended(round=self.plan.round, reason=reason, aborted=False)))
         if not self.plan.contributions:
             self.abort("nobody is left who contributes")

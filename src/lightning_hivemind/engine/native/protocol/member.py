@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Begun, Reduce, Send, SendInput, SendResult
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
-from lightning_hivemind.engine.native.protocol.messages import Accuse, Done, Message, Missing
+from lightning_hivemind.engine.native.protocol.messages import Accuse, Coming, Done, Message, Missing
 from lightning_hivemind.engine.native.protocol.plan import Plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
@@ -26,7 +26,9 @@ class Member:
         self._reduced: dict[int, int] = {}
         #: version and digest of each result
         self._results: dict[int, tuple[int, bytes]] = {}
+        #: when bytes of a peer arrived last, and when an owner said last that its inputs are arriving
         self._heard: dict[PeerId, float] = {}
+        self._collecting: dict[PeerId, float] = {}
         #: whom this peer accuses in this version of the plan, and why; said again until there is a newer one
         self._accused: dict[PeerId, tuple[bool, str]] = {}
         self._resend_at = now + settings.resend_s
@@ -48,6 +50,7 @@ class Member:
         """Send inputs to the owners that did not get them, and reduce what can be reduced."""
         self._emit(Begun(plan=self.plan))
         self._heard = dict.fromkeys((*self.plan.members, *self.plan.contributors), now)
+        self._collecting = {}
         if self._gives:  # also if refused: what the others decide about its input is not this peer's to judge
             for chunk, owner in enumerate(self.plan.owners):
                 if chunk not in known:
@@ -61,6 +64,10 @@ class Member:
     def heard(self, peer: PeerId, now: float) -> None:
         """Bytes of ``peer`` are arriving."""
         self._heard[peer] = now
+
+    def collecting(self, owner: PeerId, now: float) -> None:
+        """``owner`` has no result yet, but its inputs are arriving."""
+        self._collecting[owner] = now
 
     def input_arrived(self, chunk: int, peer: PeerId) -> None:
         if 0 <= chunk < len(self.plan.owners):
@@ -79,8 +86,9 @@ class Member:
             self._results[chunk] = (version, digest)
             self._finish()
 
-    def asked_again(self, message: Missing, sender: PeerId) -> None:
-        """Send once more what ``sender`` lacks, if it is here to be sent."""
+    def asked_again(self, message: Missing, sender: PeerId, now: float) -> None:
+        """Send once more what ``sender`` lacks, if it is here to be sent, or say that it will be."""
+        coming = False
         for chunk in sorted(set(message.chunks)):
             if not 0 <= chunk < len(self.plan.owners):
                 continue
@@ -91,6 +99,10 @@ class Member:
                 version = self._reduced.get(chunk, -1)
                 if version >= self.plan.since[chunk]:
                     self._emit(SendResult(round=self.plan.round, version=version, chunk=chunk, to=(sender,)))
+                else:
+                    coming |= self._collects(chunk, now)
+        if coming:
+            self._emit(Send(to=sender, message=Coming(round=self.plan.round)))
 
     # ------------------------------------------------------------------ what is done
 
@@ -131,7 +143,10 @@ class Member:
         for peer, (inputs, _) in owed.items():
             # an owner may itself wait for an input: until that one's peer is out, its own silence means nothing
             patience_s = self._settings.stall_s * (1 if inputs else 2)
-            if now - self._heard[peer] >= patience_s and peer not in self._accused:
+            heard = self._heard[peer]
+            if not inputs:
+                heard = max(heard, self._collecting.get(peer, heard))
+            if now - heard >= patience_s and peer not in self._accused:
                 self.accuse(peer, refused=False, reason=f"silent for {patience_s:.1f} s")
         if now < self._resend_at:
             return
@@ -160,11 +175,20 @@ class Member:
         for chunk, since in enumerate(self.plan.since):
             owner = self.plan.owners[chunk]
             if owner == self._me:
-                for peer in set(self.plan.contributors) - self._inputs[chunk] - {self._me}:
+                for peer in self._lacks(chunk):
                     owed[peer][0].append(chunk)
             elif self._results.get(chunk, (-1, b""))[0] < since:
                 owed[owner][1].append(chunk)
         return dict(owed)
+
+    def _lacks(self, chunk: int) -> list[PeerId]:
+        """Whose input of a chunk that this peer reduces is not here."""
+        given = self._inputs[chunk]
+        return [peer for peer in self.plan.contributors if peer not in given and peer != self._me]
+
+    def _collects(self, chunk: int, now: float) -> bool:
+        """Whether the inputs that are not here are on their way, as far as is known."""
+        return all(now - self._heard[peer] < self._settings.stall_s for peer in self._lacks(chunk))
 
     @property
     def deadline(self) -> float:

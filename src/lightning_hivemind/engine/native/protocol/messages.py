@@ -55,6 +55,17 @@ class Begin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Current:
+    """The coordinator to a member that is not done: the version of the plan. Who has another one asks for the plan.
+
+    It stands for the plan itself, which is large where there are many peers.
+    """
+
+    round: RoundId
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Missing:
     """Send again: inputs of chunks that the sender reduces (``inputs``), or results that it waits for."""
 
@@ -62,6 +73,13 @@ class Missing:
     version: int
     inputs: bool
     chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coming:
+    """Answer to Missing: the result is not there yet, but its inputs are arriving."""
+
+    round: RoundId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +155,9 @@ Message = (
     | Join
     | Decline
     | Begin
+    | Current
     | Missing
+    | Coming
     | Accuse
     | Done
     | Committed

@@ -14,7 +14,9 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Ask,
     Begin,
     Call,
+    Coming,
     Committed,
+    Current,
     Decline,
     Done,
     Ended,
@@ -205,9 +207,14 @@ class Peer:
                 leadership.on_decline(sender, message, now)
             case Begin():
                 rounds.on_begin(sender, message, now)
+            case Current():
+                rounds.on_current(sender, message)
             case Missing():
                 if (member := rounds.member(message.round)) is not None:
-                    member.asked_again(message, sender)
+                    member.asked_again(message, sender, now)
+            case Coming():
+                if (member := rounds.member(message.round)) is not None:
+                    member.collecting(sender, now)
             case Accuse():
                 if (coordinator := leadership.coordinator(message.round)) is not None:
                     coordinator.accused(sender, message, now)

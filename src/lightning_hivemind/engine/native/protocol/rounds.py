@@ -23,6 +23,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Begin,
     Call,
     Committed,
+    Current,
     Decline,
     Ended,
     Join,
@@ -193,6 +194,14 @@ class Rounds:
                 self._member.input_arrived(chunk, peer)
             for chunk, result in joined.early_results.items():
                 self._member.result_arrived(chunk, *result)
+
+    def on_current(self, sender: PeerId, message: Current) -> None:
+        joined, member = self._joined, self.member(message.round)
+        if joined is None or joined.round != message.round or joined.offer is None:
+            if self._standing.history.of_round(message.round) is None:
+                self._send(sender, Decline(round=message.round))
+        elif member is not None and member.plan.version < message.version:
+            self._send(sender, Join(round=joined.round, offer=joined.offer))  # it answers with the plan
 
     def on_committed(self, sender: PeerId, commit: Commit, now: float) -> None:
         promised, inquiry, joined = self._over.get(commit.round, False), self.inquiry(commit.round), self._joined
