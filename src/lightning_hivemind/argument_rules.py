@@ -228,6 +228,10 @@ def _native(values: Values) -> None:
             raise refusal("max_staleness", values["max_staleness"], wrong, 'leave it away, or use engine="native"')
         return
     local = _NOT_WITH_LOCAL_UPDATES if values["use_local_updates"] else {}
+    if values["grad_averager_factory"] is not None:
+        from lightning_hivemind.codecs.powersgd import read_factory  # imports hivemind
+
+        read_factory(values["grad_averager_factory"])
     for name, (default, wrong) in {**_NOT_NATIVE, **local}.items():
         if values[name] and values[name] != default:
             raise refusal(name, values[name], wrong, 'leave it away, or use engine="hivemind"')
@@ -238,7 +242,6 @@ def _native(values: Values) -> None:
 #: every step. ``average_state_every`` says how often they make sure (engine/native/agreement.py).
 _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
     "averager_opts": ({}, "these are options of hivemind's averagers"),
-    "grad_averager_factory": (None, 'engine="native" does not have it yet'),
     "load_state_compression": (
         None,
         'with engine="native" a joiner takes the state bit for bit, as all others have it',

@@ -6,6 +6,7 @@ import pytest
 
 from swarm.checks import assert_complete, assert_ledger
 from swarm.harness import Swarm
+from swarm.marks import HIVEMIND_ONLY
 from swarm.replay import distance, replay
 
 pytestmark = pytest.mark.swarm
@@ -46,6 +47,7 @@ def test_a_compressed_step_is_the_step_within_the_codecs_error(swarm: Swarm, nam
         assert 1e-7 < apart < bound, "nothing was compressed" if apart <= 1e-7 else "more than the codec's error"
 
 
+@HIVEMIND_ONLY
 def test_a_state_is_downloaded_compressed(swarm: Swarm) -> None:
     (founder,) = swarm.start(
         1, together=False, strategy_code={"load_state_compression": "Float16Compression()"}, hold_at=[1]

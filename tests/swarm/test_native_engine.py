@@ -79,8 +79,16 @@ def test_a_frozen_peer_is_left_behind_and_catches_up(swarm: Swarm) -> None:
     assert len(digests([first, second], epoch)) == 1
 
 
-def test_a_late_joiner_takes_the_state_of_a_running_swarm_and_trains_along(swarm: Swarm) -> None:
-    common = {"model": {"optimizer": "adamw", "lr": 0.01, "norm": True}, "trainer": ENDLESS, "delay_s": 0.05}
+@pytest.mark.parametrize("low_rank", [False, True], ids=["whole", "PowerSGD"])
+def test_a_late_joiner_takes_the_state_of_a_running_swarm_and_trains_along(swarm: Swarm, low_rank: bool) -> None:
+    common = {
+        "model": {"optimizer": "adamw", "lr": 0.01, "norm": True, "width": 32},
+        "trainer": ENDLESS,
+        "delay_s": 0.05,
+        "strategy_code": {"grad_averager_factory": "partial(PowerSGDGradientAverager, averager_rank=2)"}
+        if low_rank
+        else {},
+    }
     first, second = swarm.start(2, **common)
     first.wait_epoch(5)
     (late,) = swarm.start(1, together=False, **common)

@@ -18,8 +18,10 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from lightning_hivemind import argument_rules
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.codecs import Float16Compression
+from lightning_hivemind.codecs import Float16Compression, PowerSGDGradientAverager
 from lightning_hivemind.errors import ArgumentError, LightningHivemindError
+
+LOW_RANK = functools.partial(functools.partial, PowerSGDGradientAverager)
 
 PEER = "/ip4/203.0.113.5/tcp/31330/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 OTHER_PEER = "/ip4/203.0.113.6/tcp/31330/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -124,6 +126,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "gloo"}, "engine='gloo': is unknown; choose one of 'hivemind', 'native'"),
     ({"max_staleness": 4}, 'leave it away, or use engine="native"'),
     ({"engine": "native", "tracker_opts": {"min_refresh_period": 1.0}}, 'leave it away, or use engine="hivemind"'),
+    ({"engine": "native", "grad_averager_factory": dict}, "averages by itself, and takes PowerSGD only"),
+    (
+        {
+            "engine": "native",
+            "grad_averager_factory": LOW_RANK(averager_rank=4, warn=False),
+        },
+        "takes PowerSGD only",
+    ),
+    (
+        {"engine": "native", "grad_averager_factory": LOW_RANK()},
+        "needs averager_rank, a whole number from 1",
+    ),
+    (
+        {"engine": "native", "grad_averager_factory": LOW_RANK(averager_rank=0)},
+        "such as averager_rank=32",
+    ),
     ({"engine": "native", "use_local_updates": True, "average_state_every": 2}, "what target_batch_size says"),
     ({"verbose": 1}, "verbose=1: a int is not a truth value; give True or False"),
     ({"matchmaking_time": 0}, "matchmaking_time=0: is not a finite number above 0"),

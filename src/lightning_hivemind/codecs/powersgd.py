@@ -10,13 +10,54 @@ two peers, gradients of all zeros and all ones, rank 4: 1.0 where the mean is 0.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from hivemind.optim import power_sgd_averager
+from hivemind.optim.grad_averager import GradientAverager
+
+from lightning_hivemind.errors import ArgumentError
 
 #: share of a column that must be new to be more than rounding: half precision on the wire has 2**-11
 _LEAST_NEW_SHARE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD:
+    """What ``partial(PowerSGDGradientAverager, ...)`` asks for, with hivemind's default."""
+
+    rank: int
+    min_compression_ratio: float = 0.5
+
+
+def read_factory(factory: Any) -> PowerSGD | None:
+    """What a ``grad_averager_factory`` asks for that can be had without hivemind's averagers; None: a plain average.
+
+    Raises:
+        ArgumentError: something else.
+    """
+    arguments: dict[str, Any] = {}
+    positional: tuple[Any, ...] = ()
+    averager = factory
+    while isinstance(averager, partial):
+        arguments, positional, averager = {**averager.keywords, **arguments}, averager.args + positional, averager.func
+    if averager in (None, GradientAverager) and not arguments and not positional:
+        return None
+    rank, ratio = arguments.pop("averager_rank", None), arguments.pop("min_compression_ratio", 0.5)
+    if averager is not power_sgd_averager.PowerSGDGradientAverager or arguments or positional:
+        raise ArgumentError(
+            f'grad_averager_factory={factory!r}: engine="native" averages by itself, and takes PowerSGD only, as'
+            " functools.partial(PowerSGDGradientAverager, averager_rank=32, min_compression_ratio=0.5); or use"
+            ' engine="hivemind".'
+        )
+    if type(rank) is not int or rank < 1 or isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+        raise ArgumentError(
+            f"grad_averager_factory={factory!r}: PowerSGD needs averager_rank, a whole number from 1, and takes"
+            " min_compression_ratio, a number; such as averager_rank=32, min_compression_ratio=0.5."
+        )
+    return PowerSGD(rank, float(ratio))
 
 
 @torch.no_grad()

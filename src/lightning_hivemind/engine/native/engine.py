@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.codecs.powersgd import read_factory
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
 from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
 from lightning_hivemind.engine.native.catching_up import CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Step
+from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.parts import Parts, build, overlaps
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
@@ -61,6 +63,7 @@ class NativeEngine:
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
         name = "state_averaging_compression" if local else "grad_compression"
         self._coding = map_codec(getattr(arguments, name), name)
+        self._stepper.low_rank = low_rank = self._make_low_rank()
         self._gradients = Gradients(
             network.peer_id,
             self._stepper.model_parameters,
@@ -68,6 +71,7 @@ class NativeEngine:
             max_staleness=arguments.max_staleness + late,
             in_place=arguments.reuse_grad_buffers,
             local_step=self._stepper.step_alone if local else None,
+            low_rank=low_rank,
         )
         device = self.optimizer.param_groups[0]["params"][0].device
         every = arguments.average_state_every if arguments.average_state_every > 1 else EVERY
@@ -80,10 +84,20 @@ class NativeEngine:
         self._announced = -1
         self._stop_epoch: int | None = None
 
+    def _make_low_rank(self) -> LowRank | None:
+        wanted = read_factory(self._a.grad_averager_factory)
+        if wanted is None:
+            return None
+        shapes = [p.shape for p in self._stepper.model_parameters if p.requires_grad]
+        rest = [tensor.numel() for tensor in self._stepper.statistics.tensors]
+        return LowRank(shapes, rest, rank=wanted.rank, min_compression_ratio=wanted.min_compression_ratio)
+
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         what = "parameters" if self._a.use_local_updates else "gradients"
+        low_rank = self._stepper.low_rank
+        what += f" by {low_rank.name}," if low_rank is not None else ""
         schema = [*self._training.schema, f"engine native, {what} {self._coding.name}"]
         self._records = SwarmRecords(self._a, self._network, schema)
         self._records.check_schema()
@@ -221,7 +235,8 @@ class NativeEngine:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
             if steps_on_sums:
                 self._gradients.park()
-            self._stepper.step(step.average, head, step.counted)
+            average, carried = self._gradients.unpack(step.average, commit.parent.epoch)
+            self._stepper.step(average, head, step.counted, carried)
             if steps_on_sums:
                 self._gradients.park()  # the next sum begins at zero, not at this average
             self._note_parameters()

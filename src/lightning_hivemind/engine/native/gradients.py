@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
@@ -42,6 +43,10 @@ class Gradients:
         in_place: sum in ``param.grad`` itself (``reuse_grad_buffers``).
         local_step: use every batch's gradient at once, by this (``use_local_updates``): what is given is how
             ``statistics`` have changed, and that never gets too old.
+        low_rank: what is given and averaged are factors of the flat vector.
+
+    Attributes:
+        sizes: elements of what is given, tensor by tensor; ``elements`` in all.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Gradients:
         max_staleness: int,
         in_place: bool = False,
         local_step: Callable[[], None] | None = None,
+        low_rank: LowRank | None = None,
     ) -> None:
         self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
@@ -63,8 +69,9 @@ class Gradients:
         else:
             self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters)
         self._local = local_step is not None
-        #: elements of the tensors that the flat vector consists of
-        self.sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
+        sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
+        self._whole, self._low_rank = sum(sizes), low_rank
+        self.sizes = sizes if low_rank is None else low_rank.sizes
         self.elements = sum(self.sizes)
         #: what a round has now, and what came back from one
         self._given: tuple[Contribution, _Mean] | None = None
@@ -132,17 +139,21 @@ class Gradients:
         """
         with self._lock:
             assert self._given is None, "one round at a time"
-            mean = self._all()
+            mean, self._number = self._all(), self._number + 1
             if mean is None:
+                return None
+            values: Tensor | None = mean.values
+            if self._low_rank is not None:
+                values = self._low_rank.pack(mean.values, self._number, mean.samples, self._head_epoch)
+            if values is None:
                 return None
             self._back = None
             if not self._sum.busy:
                 self._sum.clear()
-            self._number += 1
             mean = replace(mean, numbers=mean.numbers | {self._number})
             contribution = Contribution(peer=self._me, number=self._number, samples=mean.samples)
             self._given = (contribution, mean)
-            return contribution, mean.values
+            return contribution, values
 
     def returned(self) -> None:
         """The round came to nothing: the next one gets it, with what was added meanwhile."""
@@ -171,12 +182,25 @@ class Gradients:
             if self._back is not None and self._back.numbers & counted.keys():
                 dropped = self._back.samples - sum(counted.get(number, 0) for number in self._back.numbers)
                 self._back = None
+                if self._low_rank is not None:
+                    self._low_rank.counted(counted.keys())
             return dropped + self._prune()
 
     def stands_at(self, epoch: int) -> None:
         """This peer is at ``epoch`` with what it has: it was nowhere, or has come back to its own state."""
         with self._lock:
             self._head_epoch = epoch
+            if self._low_rank is not None:
+                self._low_rank.stands_at(epoch)
+
+    def decided(self, average: Tensor, epoch: int) -> None:
+        """The step from ``epoch``, by ``average``, was decided, and will be unpacked and made here."""
+        if self._low_rank is not None:
+            self._low_rank.learn(average, epoch)
+
+    def unpack(self, average: Tensor, epoch: int) -> tuple[Tensor, Tensor | None]:
+        """The flat vector, float32 CPU, of the step from ``epoch``; and :attr:`.LowRank.carried` after it."""
+        return (average, None) if self._low_rank is None else self._low_rank.unpack(average, epoch)
 
     def moved(self, epoch: int) -> int:
         """This peer goes to ``epoch`` by a way on which its contributions cannot be followed: nothing is kept.
@@ -200,7 +224,7 @@ class Gradients:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
             return self._back
-        values = torch.empty(self.elements)
+        values = torch.empty(self._whole)
         trained, rest = torch.split(values, [total.elements, self._statistics.elements])
         total.read(trained)
         rest.copy_(self._statistics.changes(self._head_epoch))

@@ -113,6 +113,8 @@ class Handover:
                 self.owes = True
             else:
                 self._steps.append(Step(commit, average, mine, counted, began))
+                if self._gives and not self.owes:
+                    self._gradients.decided(average, commit.parent.epoch)
             if len(self._steps) > self._most_waiting:
                 self._steps.popleft()
                 self.owes = True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, install, read_description, take
 from lightning_hivemind.engine.native.statistics import Statistics
@@ -44,6 +45,8 @@ class Stepper:
         averaged = [p for p in self._model if p.requires_grad and local]
         self.statistics = Statistics([*averaged, *training.state_tensors], carries=local)
         self._counters = [tensor for tensor in training.state_tensors if not tensor.is_floating_point()]
+        #: what is part of a state besides, and travels with it
+        self.low_rank: LowRank | None = None
         self.lock = threading.Lock()
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
         self._under_way: Future[None] | None = None
@@ -61,7 +64,12 @@ class Stepper:
     @property
     def common(self) -> list[Tensor]:
         """What all peers should have at :attr:`head`, to the last bit, but for the optimizer's own state."""
-        return [*([] if self._local else _parameters(self.optimizer)), *self.statistics.base]
+        return [*([] if self._local else _parameters(self.optimizer)), *self._shared]
+
+    @property
+    def _shared(self) -> list[Tensor]:
+        """What belongs to a state besides the optimizer and its parameters, and is equal at all peers."""
+        return [*self.statistics.base, *([] if self.low_rank is None else [self.low_rank.carried])]
 
     # ------------------------------------------------------------------ steps
 
@@ -72,10 +80,11 @@ class Stepper:
         with self.lock:
             self.optimizer.step()
 
-    def step(self, average: Tensor, head: Head, counted: Tensor | None = None) -> None:
+    def step(self, average: Tensor, head: Head, counted: Tensor | None = None, carried: Tensor | None = None) -> None:
         """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics.
 
-        Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`.
+        Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`; ``carried``:
+        :attr:`.LowRank.carried` after it.
         """
         if self._local:
             with self.lock:
@@ -89,9 +98,9 @@ class Stepper:
         with torch.enable_grad():
             self._training.before_optimizer_step(self.optimizer)
         if self._executor is not None:
-            self._under_way = self._executor.submit(self._make, statistics, head)
+            self._under_way = self._executor.submit(self._make, statistics, head, carried)
             return
-        self._make(statistics, head)
+        self._make(statistics, head, carried)
         self.publish()
 
     def settle(self, *, wait: bool) -> None:
@@ -118,29 +127,33 @@ class Stepper:
                     stepped.copy_(mine)
             self.statistics.rebase(head.epoch)
             self.head = head
+            if self.low_rank is not None:
+                self.low_rank.begin(head.epoch)
 
     def copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; from any thread. ``known`` is a copy that may still be right."""
         with self.lock:
             if known is not None and known.head == self.head:
                 return known
-            return take(self.optimizer, self.statistics.base, self._counters, self.head)
+            return take(self.optimizer, self._shared, self._counters, self.head)
 
     def read(self, data: memoryview) -> Description:
         """What another peer says of its state, once it is known to fit. Raises StateError."""
-        return read_description(data, self.optimizer, self.statistics.base, self._counters)
+        return read_description(data, self.optimizer, self._shared, self._counters)
 
     def adopt(self, description: Description, memory: Tensor) -> None:
         """Put another peer's state, which was checked, into everything."""
         self.settle(wait=True)
         with self.lock:
             rates = [group["lr"] for group in self.optimizer.param_groups]
-            install(description, memory, self.optimizer, self.statistics.base, self._counters)
+            install(description, memory, self.optimizer, self._shared, self._counters)
             theirs = [group["lr"] for group in self.optimizer.param_groups]
             _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
             self._training.advance_schedulers(description.head.epoch)
             _set_rates(self.optimizer, theirs)
             self.head, self.statistics.epoch = description.head, description.head.epoch
+            if self.low_rank is not None:
+                self.low_rank.adopted(description.head.epoch)
             self.publish()
 
     def close(self) -> None:
@@ -149,12 +162,14 @@ class Stepper:
 
     # ------------------------------------------------------------------ private
 
-    def _make(self, statistics: Tensor, head: Head) -> None:
+    def _make(self, statistics: Tensor, head: Head, carried: Tensor | None) -> None:
         with self.lock:
             self.optimizer.step()
             self.statistics.step(statistics, head.epoch)
             self._training.advance_schedulers(head.epoch)
             self.head = head
+            if self.low_rank is not None and carried is not None:
+                self.low_rank.carried.copy_(carried)
 
     @torch.no_grad()
     def _use(self, average: Tensor) -> int:
