@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
 from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.actions import (
     Action,
     Apply,
@@ -111,8 +111,16 @@ class Status:
 class Driver:
     """One peer: see the module. Its methods may be called from any thread. ``codecs``: one for each chunk."""
 
-    def __init__(self, peer: Peer, training: Training, layout: Layout, codecs: Sequence[ChunkCodec]) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        training: Training,
+        layout: Layout,
+        codecs: Sequence[ChunkCodec],
+        memory: Memory | None = None,
+    ) -> None:
         self._peer, self._training, self._layout, self._codecs = peer, training, layout, codecs
+        self._memory = memory or Memory()
         self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._exchanges: dict[bytes, Exchange] = {}
         self._given: bytes | None = None
@@ -334,10 +342,9 @@ class Driver:
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()
-        result = torch.empty(self._layout.elements)
         while len(self._exchanges) >= MOST_EXCHANGES:
             self._exchanges.pop(next(iter(self._exchanges)))
-        self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, result)
+        self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
         self._given = round_id
         self._peer.join(round_id, given.offer, time.monotonic())
 

@@ -22,6 +22,7 @@ from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Step
 from lightning_hivemind.engine.native.low_rank import LowRank
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.parts import Parts, build, overlaps
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
@@ -63,6 +64,7 @@ class NativeEngine:
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
         name = "state_averaging_compression" if local else "grad_compression"
         self._coding = map_codec(getattr(arguments, name), name)
+        self._memory = Memory()
         self._stepper.low_rank = low_rank = self._make_low_rank()
         self._gradients = Gradients(
             network.peer_id,
@@ -72,6 +74,7 @@ class NativeEngine:
             in_place=arguments.reuse_grad_buffers,
             local_step=self._stepper.step_alone if local else None,
             low_rank=low_rank,
+            memory=self._memory,
         )
         device = self.optimizer.param_groups[0]["params"][0].device
         every = arguments.average_state_every if arguments.average_state_every > 1 else EVERY
@@ -90,7 +93,8 @@ class NativeEngine:
             return None
         shapes = [p.shape for p in self._stepper.model_parameters if p.requires_grad]
         rest = [tensor.numel() for tensor in self._stepper.statistics.tensors]
-        return LowRank(shapes, rest, rank=wanted.rank, min_compression_ratio=wanted.min_compression_ratio)
+        ratio = wanted.min_compression_ratio
+        return LowRank(shapes, rest, rank=wanted.rank, min_compression_ratio=ratio, memory=self._memory)
 
     # ------------------------------------------------------------------ life
 
@@ -102,7 +106,9 @@ class NativeEngine:
         self._records = SwarmRecords(self._a, self._network, schema)
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)
-        self._parts = parts = build(self._a, self._network, self._gradients, self._coding, self._copy_state)
+        self._parts = parts = build(
+            self._a, self._network, self._gradients, self._memory, self._coding, self._copy_state
+        )
         reduces = not self._a.client_mode
         self._whereabouts = Whereabouts(
             self._network,

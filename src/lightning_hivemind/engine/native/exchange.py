@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact, memory_of
+from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact, memory_of, view_of
 from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Plan
 from lightning_hivemind.errors import WireError
@@ -33,15 +34,22 @@ class Exchange:
         codecs: one for each chunk.
         given: float32 CPU (elements,), this peer's contribution; unchanged here, and must stay so until the round ends.
             None: it gives nothing.
+
+    Attributes:
         result: float32 CPU (elements,), where the average is put; its own memory, so that an aborted round leaves
             ``given`` whole.
     """
 
     def __init__(
-        self, layout: Layout, codecs: Sequence[ChunkCodec], me: PeerId, given: Tensor | None, result: Tensor
+        self,
+        layout: Layout,
+        codecs: Sequence[ChunkCodec],
+        me: PeerId,
+        given: Tensor | None,
+        memory: Memory | None = None,
     ) -> None:
-        self._layout, self._codecs, self._me = layout, codecs, me
-        self._given, self.result = given, result
+        self._layout, self._codecs, self._me, self._memory = layout, codecs, me, memory or Memory()
+        self._given, self.result = given, self._memory.floats(layout.elements)
         self._plan: Plan | None = None
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
         self._reduced: dict[int, memoryview] = {}
@@ -53,7 +61,7 @@ class Exchange:
         not get in its way.
         """
         if self._plan is not None:
-            before, self.result = self.result, torch.empty_like(self.result)
+            before, self.result = self.result, self._memory.floats(self._layout.elements)
             for chunk, since in enumerate(plan.since):
                 if since < plan.version:
                     self.result[self._layout.span(chunk)] = before[self._layout.span(chunk)]
@@ -89,7 +97,7 @@ class Exchange:
             return None  # sent again though it was here
         if plan is not None and (plan.owners[chunk] != self._me or peer not in plan.contributors):
             return None
-        return memory_of(torch.empty(length, dtype=torch.uint8))
+        return memory_of(self._memory.bytes(length))
 
     def keep(self, chunk: int, peer: PeerId, data: memoryview) -> None:
         self._inputs[chunk, peer] = data
@@ -102,11 +110,12 @@ class Exchange:
         """
         size, total = self._layout.size(chunk), sum(one.samples for one in contributions)
         target = self.result[self._layout.span(chunk)]
-        values, codec = torch.empty(size), self._codecs[chunk]
+        codec = self._codecs[chunk]
+        values = self._memory.floats(0 if isinstance(codec, Exact) else size)
         for number, one in enumerate(contributions):
             data = self._inputs[chunk, one.peer]
             if isinstance(codec, Exact):
-                values = torch.frombuffer(data, dtype=torch.float32) if size else values
+                values = view_of(data, torch.float32)
             else:
                 codec.decode(data, values)
             if not _finite(values):
@@ -137,7 +146,7 @@ class Exchange:
             return None
         if isinstance(self._codecs[chunk], Exact) and self._plan is not None:
             return memory_of(self.result[self._layout.span(chunk)])
-        return memory_of(torch.empty(length, dtype=torch.uint8))
+        return memory_of(self._memory.bytes(length))
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""

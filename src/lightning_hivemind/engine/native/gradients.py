@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.low_rank import LowRank
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
@@ -59,7 +60,9 @@ class Gradients:
         in_place: bool = False,
         local_step: Callable[[], None] | None = None,
         low_rank: LowRank | None = None,
+        memory: Memory | None = None,
     ) -> None:
+        self._memory = memory or Memory()
         self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
         self._lock = threading.Lock()
@@ -224,12 +227,21 @@ class Gradients:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
             return self._back
-        values = torch.empty(self._whole)
+        values = self._memory.floats(self._whole)
         trained, rest = torch.split(values, [total.elements, self._statistics.elements])
         total.read(trained)
         rest.copy_(self._statistics.changes(self._head_epoch))
         mean = _Mean(values, total.samples, total.epoch)
-        return mean if self._back is None else _merged(self._back, mean, total.elements)
+        return mean if self._back is None else self._merged(self._back, mean)
+
+    def _merged(self, older: _Mean, newer: _Mean) -> _Mean:
+        """Gradients by samples; the newer changes of statistics contain the older ones."""
+        samples, trained = older.samples + newer.samples, self._sum.elements
+        values = self._memory.floats(self._whole)  # not in place: a connection may still be sending either of them
+        torch.mul(newer.values[:trained], newer.samples / samples, out=values[:trained])
+        values[:trained].add_(older.values[:trained], alpha=older.samples / samples)
+        values[trained:] = newer.values[trained:]
+        return _Mean(values, samples, min(older.epoch, newer.epoch), older.numbers | newer.numbers)
 
     def _prune(self) -> int:
         """Drop what is too old; returns the samples."""
@@ -242,11 +254,3 @@ class Gradients:
             dropped += self._sum.samples
             self._sum.clear()
         return dropped
-
-
-def _merged(older: _Mean, newer: _Mean, trained: int) -> _Mean:
-    """Gradients (the first ``trained`` values) by samples; the newer changes of statistics contain the older ones."""
-    samples = older.samples + newer.samples
-    values = newer.values.clone()  # not in place: a connection may still be sending either of them
-    values[:trained].mul_(newer.samples / samples).add_(older.values[:trained], alpha=older.samples / samples)
-    return _Mean(values, samples, min(older.epoch, newer.epoch), older.numbers | newer.numbers)

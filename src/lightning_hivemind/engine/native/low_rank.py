@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.memory import Memory
+
 #: share of a column that must be new to be more than rounding
 LEAST_NEW_SHARE = 1e-3
 #: bits of the mantissa that are kept of bases and of averaged gradients: peers whose processors round otherwise, in the
@@ -89,8 +91,15 @@ class LowRank:
     """
 
     def __init__(
-        self, shapes: Sequence[Sequence[int]], rest: Sequence[int], *, rank: int, min_compression_ratio: float
+        self,
+        shapes: Sequence[Sequence[int]],
+        rest: Sequence[int],
+        *,
+        rank: int,
+        min_compression_ratio: float,
+        memory: Memory | None = None,
     ) -> None:
+        self._memory = memory or Memory()
         self.name = f"PowerSGD of rank {rank} where it saves {min_compression_ratio:g}"
         self._matrices, self._plain = _lay_out(shapes, rank, min_compression_ratio)
         gradients = sum(math.prod(shape) for shape in shapes)
@@ -181,7 +190,7 @@ class LowRank:
             self._averages[epoch] = average
             self._reach(epoch + 1)
             self._settle()
-            whole, bases = torch.empty(self._elements), self._bases[epoch]
+            whole, bases = self._memory.floats(self._elements), self._bases[epoch]
             for (one, factor), (_, basis) in zip(
                 self._factors(average, epoch), self._factors(bases, epoch - 1), strict=True
             ):

@@ -15,6 +15,7 @@ from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.introductions import Introductions
 from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.settings import Settings
@@ -29,6 +30,8 @@ from lightning_hivemind.network.daemon import PeerNetwork
 
 DETECT_S = 2.0
 INTRODUCTION_S = 5.0
+#: memory that is used again: what a peer gives, what comes of it, and what others give for its chunks
+KEPT_VECTORS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +61,13 @@ def build(
     arguments: Arguments,
     network: PeerNetwork,
     gradients: Gradients,
+    memory: Memory,
     coding: Coding,
     copy_state: Callable[[Snapshot | None], Snapshot | None],
 ) -> Parts:
     """Everything runs, and answers; this peer stands nowhere yet. ``copy_state``: see :class:`.Donor`."""
     layout = Layout(gradients.elements)
+    memory.kept_bytes = KEPT_VECTORS * 4 * gradients.elements
     codecs = per_chunk(coding.of_all(gradients.sizes), layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(
@@ -77,7 +82,7 @@ def build(
     waits_s = 0.0 if overlaps(arguments) else 0.8 * arguments.matchmaking_time
     pace = Pace(arguments.target_batch_size, longest_s=waits_s)
     handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
-    driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs)
+    driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)
     certificate = Certificate.create()
     introductions: list[Introductions] = []
     links = Links(

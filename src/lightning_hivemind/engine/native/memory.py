@@ -1,0 +1,50 @@
+"""Host memory that is used again. A fresh piece of many megabytes costs ten times as much as writing to it: the kernel
+maps it page by page, and the allocator returns it at once when it is free.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Memory:
+    """Hands out pieces, and takes each back by itself once nothing refers to it any more. Thread-safe.
+
+    Args:
+        kept_bytes: of pieces that nobody uses; what is more goes back to the system.
+    """
+
+    def __init__(self, kept_bytes: int = 0) -> None:
+        self.kept_bytes = kept_bytes
+        self._lock = threading.RLock()  # a collection of garbage may take a piece back within it
+        self._free: defaultdict[int, list[Any]] = defaultdict(list)
+        self._free_bytes = 0
+
+    def bytes(self, count: int) -> Tensor:
+        """uint8 CPU (count,) with anything in it."""
+        with self._lock:
+            pieces = self._free[count]
+            piece = pieces.pop() if pieces else None
+            self._free_bytes -= count if piece is not None else 0
+        if piece is None:
+            piece = np.empty(count, np.uint8)
+        lease = piece.view()
+        weakref.finalize(lease, self._take_back, piece).atexit = False
+        return torch.from_numpy(lease)  # it, and all that shares its memory, keep the lease alive
+
+    def floats(self, count: int) -> Tensor:
+        """float32 CPU (count,) with anything in it."""
+        return self.bytes(4 * count).view(torch.float32) if count else torch.empty(0)
+
+    def _take_back(self, piece: Any) -> None:
+        with self._lock:
+            if self._free_bytes + piece.nbytes <= self.kept_bytes:
+                self._free[piece.nbytes].append(piece)
+                self._free_bytes += piece.nbytes
