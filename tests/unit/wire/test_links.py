@@ -92,6 +92,45 @@ def test_messages_overtake_chunks_that_wait(town: City) -> None:
     assert [header.kind for _, header, _ in ledger.frames].index(Kind.MESSAGE) < 20
 
 
+class Slow(Ledger):
+    """Takes no second chunk before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+
+    def room(self, peer: str, header: Header) -> memoryview | None:
+        if header.chunk:
+            assert self.may.wait(WAIT_S)
+        return super().room(peer, header)
+
+
+def test_a_chunk_that_waits_is_not_sent_twice_and_not_at_all_once_its_round_is_over(town: City) -> None:
+    first = town.settle("first")
+    slow = town.ledgers["slow"] = Slow()
+    town.add("slow", slow)
+    chunk, rounds = bytes(32 << 20), [bytes([number]) * 16 for number in range(3)]
+
+    def send(round_id: bytes, number: int) -> None:
+        first.send("slow", Header(kind=Kind.INPUT, round=round_id, chunk=number, length=len(chunk)), (chunk,))
+
+    for number in (0, 1, 2, 1, 2):
+        send(rounds[1], number)
+    send(rounds[2], 3)
+    send(rounds[2], 4)
+    wait_for(lambda: slow.frames, "the first")
+    send(rounds[1], 1)  # it is being sent
+    first.forget(rounds[2])
+    first.send("slow", Header(kind=Kind.INPUT, round=rounds[0], length=2), (b"ok",))
+    slow.may.set()
+    wait_for(lambda: slow.frames[-1][2] == b"ok", "what was sent last")
+    assert [(header.round, header.chunk) for _, header, _ in slow.frames] == [
+        (rounds[1], 0), (rounds[1], 1), (rounds[1], 2), (rounds[0], 0)
+    ]  # fmt: skip
+    send(rounds[1], 2)  # it has arrived: whoever asks again has lost it
+    wait_for(lambda: len(slow.frames) == 5, "it once more")
+
+
 def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: City) -> None:
     first = town.settle("first")
     town.settle("second")

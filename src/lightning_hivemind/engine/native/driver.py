@@ -326,12 +326,12 @@ class Driver:
             case SendResult():
                 self._send_result(action)
             case Apply(commit=commit, complete=complete):
-                exchange = self._exchanges.pop(commit.round, None)
+                exchange = self._end_exchange(commit.round)
                 self._given = self._called = None
                 self._training.committed(commit, exchange.result if complete and exchange is not None else None)
                 self._count(time.monotonic())
             case GiveUp(round=round_id, reason=reason):
-                exchange = self._exchanges.pop(round_id, None)
+                exchange = self._end_exchange(round_id)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
                     self._given = self._called = None
                     self._training.returned(reason, begun=exchange is not None and exchange.begun)
@@ -347,6 +347,11 @@ class Driver:
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
         self._given = round_id
         self._peer.join(round_id, given.offer, time.monotonic())
+
+    def _end_exchange(self, round_id: bytes) -> Exchange | None:
+        assert self._links is not None
+        self._links.forget(round_id)
+        return self._exchanges.pop(round_id, None)
 
     def _send_input(self, action: SendInput) -> None:
         exchange = self._exchanges.get(action.round)

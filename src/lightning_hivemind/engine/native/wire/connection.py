@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import time
 
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload, PeerId, Sink
@@ -15,6 +16,8 @@ from lightning_hivemind.errors import WireError
 
 #: the default caps one flow near 125 Mbit/s at 100 ms
 BUFFER_BYTES = 4 << 20
+#: so often it is said that parts of a frame arrive
+TOLD_S = 0.05
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
@@ -74,14 +77,16 @@ def read_frame(sock: socket.socket, peer: PeerId, sink: Sink, scratch: bytearray
     room = sink.room(peer, header)
     if room is not None and len(room) != header.length:
         raise WireError(f"a frame of {header.length} bytes where {len(room)} belong")
-    left, position = header.length, 0
+    left, position, told = header.length, 0, 0.0
     while left:
         target = room[position:] if room is not None else space[: min(left, len(space))]
         count = sock.recv_into(target)
         if count == 0:
             raise ConnectionResetError("the other end has closed the connection")
         left, position = left - count, position + count
-        sink.moved(peer, header)
+        if (now := time.monotonic()) >= told + TOLD_S:
+            told = now
+            sink.moved(peer, header)
     sink.arrived(peer, header, room)
 
 

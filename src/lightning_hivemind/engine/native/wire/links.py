@@ -224,6 +224,13 @@ class Links:
         if (outlet := self._outlet(peer)) is not None:
             outlet.send(header, payload)
 
+    def forget(self, round_id: bytes) -> None:
+        """That round is over: its chunks that still wait are not sent any more."""
+        with self._lock:
+            outlets = list(self._outlets.values())
+        for outlet in outlets:
+            outlet.forget(round_id)
+
     def _outlet(self, peer: PeerId) -> Outlet | None:
         """The way to ``peer``; None when all is closed."""
         with self._lock:

@@ -24,10 +24,14 @@ class Gone(Exception):
     """The peer cannot be reached: its process has ended, or nobody answered for too long."""
 
 
+Frame = tuple[Header, Payload]
+
+
 class Outlet:
     """Sends frames in order, messages before chunks; never blocks the caller.
 
-    Frames that were handed over while a connection broke may be lost: the protocol asks for them again.
+    Frames that were handed over while a connection broke may be lost: the protocol asks for them again. What is asked
+    for again while it waits, or is being sent, over a slow line, is sent once.
     """
 
     def __init__(
@@ -41,8 +45,11 @@ class Outlet:
     ) -> None:
         self.peer = peer
         self._introduce, self._context, self._patience_s, self._lost = introduce, context, patience_s, lost
-        self._urgent: deque[tuple[Header, Payload]] = deque()
-        self._bulk: deque[tuple[Header, Payload]] = deque()
+        self._urgent: deque[Frame] = deque()
+        self._bulk: deque[Frame] = deque()
+        #: of chunks that wait or are being sent
+        self._unsent: set[Header] = set()
+        self._sending: Header | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._sock: socket.socket | None = None
@@ -56,9 +63,19 @@ class Outlet:
     def send(self, header: Header, payload: Payload = ()) -> None:
         """Queue a frame. ``payload`` must not change until the round is over."""
         with self._changed:
+            if header.kind in (Kind.INPUT, Kind.RESULT):
+                if header in self._unsent:
+                    return
+                self._unsent.add(header)
             queue = self._urgent if header.kind is Kind.MESSAGE else self._bulk
             queue.append((header, payload))
             self._changed.notify()
+
+    def forget(self, round_id: bytes) -> None:
+        """That round is over: its chunks need not be sent any more."""
+        with self._changed:
+            self._unsent.difference_update(header for header, _ in self._bulk if header.round == round_id)
+            self._bulk = deque(frame for frame in self._bulk if frame[0].round != round_id)
 
     def give(self, sock: socket.socket) -> None:
         """A connection that the other peer, which cannot be dialled, has made for this peer to send on."""
@@ -99,14 +116,25 @@ class Outlet:
                 frame = self._next()
                 write(sock, *(frame if frame is not None else (Header(kind=Kind.PING),)))
         except OSError:
-            pass  # connected again, or found to be gone, by the caller
+            with self._changed:
+                self._sent()  # or lost: connected again, or found to be gone, by the caller
 
-    def _next(self) -> tuple[Header, Payload] | None:
+    def _next(self) -> Frame | None:
         with self._changed:
+            self._sent()
             if not self._urgent and not self._bulk and not self._closed:
                 self._changed.wait(PING_S)
             queue = self._urgent or self._bulk
-            return queue.popleft() if queue else None
+            if not queue:
+                return None
+            frame = queue.popleft()
+            self._sending = frame[0]
+            return frame
+
+    def _sent(self) -> None:
+        if self._sending is not None:
+            self._unsent.discard(self._sending)
+            self._sending = None
 
     def _connect(self) -> socket.socket:
         """A connection, or Gone when there is none within the patience."""
