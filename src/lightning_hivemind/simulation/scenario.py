@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.wire.speed import FAST
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.simulation.links import SharedLinks, Wire
 from lightning_hivemind.simulation.paced_world import PacedWorld
@@ -128,6 +129,7 @@ class Scenario:
                 batch_samples=self.batch_samples,
                 batch_s=batch_s,
                 reduces=wires[name].dialled,
+                bandwidth=min(wires[name].up, FAST),
                 weight=self.batch_samples,
             )
             world.add(name, habits)

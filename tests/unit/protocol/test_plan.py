@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
-from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, share_chunks
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, share_chunks, shares
 
 PEERS = [f"p{number}" for number in range(6)]
 BANDWIDTHS = st.dictionaries(st.sampled_from(PEERS), st.floats(0.01, 1e9), min_size=1)
@@ -33,6 +36,27 @@ def test_every_chunk_has_one_owner_and_shares_follow_the_bandwidth(bandwidths: d
     for peer, bandwidth in bandwidths.items():
         assert abs(owners.count(peer) - chunks * bandwidth / total) <= 1.0001
     assert owners == sorted(owners), "an owner's chunks are neighbours"
+
+
+@given(BANDWIDTHS, st.integers(3, 1000))
+def test_all_who_reduce_have_sent_what_they_must_at_the_same_time(bandwidths: dict[str, float], members: int) -> None:
+    members = max(members, len(bandwidths))
+    found = shares(bandwidths, members)
+    assert found.keys() == bandwidths.keys()
+    assert math.isclose(sum(found.values()), 1.0, rel_tol=1e-6)
+    times = {peer: (1 + share * (members - 2)) / bandwidths[peer] for peer, share in found.items()}
+    reducing = [times[peer] for peer, share in found.items() if share > 0.0]
+    assert max(reducing) <= min(reducing) * (1 + 1e-6)
+    for peer, share in found.items():
+        assert share > 0.0 or times[peer] >= max(reducing) * (1 - 1e-6), "it would have been done before the others"
+
+
+def test_equal_lines_have_equal_shares_and_a_slow_one_has_less() -> None:
+    assert shares(dict.fromkeys("abcd", 7.0), 9) == pytest.approx(dict.fromkeys("abcd", 0.25))
+    uneven = shares({"a": 10.0, "b": 10.0, "c": 5.0}, 3)
+    assert uneven["c"] == 0.0, "its own values take it as long as everything takes the others"
+    assert shares({"a": 10.0, "b": 10.0, "c": 9.0}, 3)["c"] == pytest.approx(0.24, abs=0.01)
+    assert shares({"a": 0.0, "b": 0.0}, 5) == {"a": 0.0, "b": 0.0}
 
 
 @given(BANDWIDTHS, st.integers(1, 40), st.sets(st.sampled_from(PEERS[1:])), st.sets(st.sampled_from(PEERS)))

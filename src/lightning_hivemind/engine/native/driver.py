@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -308,11 +308,10 @@ class Driver:
                 self._do(action)
 
     def _do(self, action: Action) -> None:
-        assert self._links is not None
         match action:
             case Send(to=to, message=message):
                 data = encode(message)
-                self._links.send(to, Header(kind=Kind.MESSAGE, length=len(data)), (data,))
+                self._out.send(to, Header(kind=Kind.MESSAGE, length=len(data)), (data,))
             case Called(round=round_id):
                 now = time.monotonic()
                 self._called = (round_id, self._training.called(now))
@@ -346,11 +345,15 @@ class Driver:
             self._exchanges.pop(next(iter(self._exchanges)))
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
         self._given = round_id
-        self._peer.join(round_id, given.offer, time.monotonic())
+        self._peer.join(round_id, replace(given.offer, bandwidth=self._out.upload_rate), time.monotonic())
+
+    @property
+    def _out(self) -> Links:
+        assert self._links is not None, "the driver was not started"
+        return self._links
 
     def _end_exchange(self, round_id: bytes) -> Exchange | None:
-        assert self._links is not None
-        self._links.forget(round_id)
+        self._out.forget(round_id)
         return self._exchanges.pop(round_id, None)
 
     def _send_input(self, action: SendInput) -> None:
@@ -361,10 +364,9 @@ class Driver:
             exchange.keep_own(action.chunk)
             self._peer.input_arrived(action.round, action.chunk, self._peer.me, time.monotonic())
             return
-        assert self._links is not None
         data = exchange.input(action.chunk)
         header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data))
-        self._links.send(action.to, header, (data,))
+        self._out.send(action.to, header, (data,))
 
     def _reduce(self, action: Reduce) -> None:
         exchange = self._exchanges.get(action.round)
@@ -381,7 +383,6 @@ class Driver:
         exchange = self._exchanges.get(action.round)
         if exchange is None:
             return
-        assert self._links is not None
         data, checksum = exchange.reduced(action.chunk)
         header = Header(
             kind=Kind.RESULT,
@@ -393,7 +394,7 @@ class Driver:
         )
         for peer in action.to:
             if peer != self._peer.me:
-                self._links.send(peer, header, (data,))
+                self._out.send(peer, header, (data,))
                 continue
             digest, now = checksum.to_bytes(4, "big"), time.monotonic()
             self._peer.result_arrived(action.round, action.chunk, action.version, digest, peer, now)

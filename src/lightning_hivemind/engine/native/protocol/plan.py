@@ -15,7 +15,7 @@ class Offer:
     Attributes:
         contribution: None if it has nothing to give.
         reduces: whether it can be given chunks to reduce: others can reach it.
-        bandwidth: bytes per second, for its share of the chunks; any unit, if all use the same.
+        bandwidth: that it can send with, for its share of the chunks; any unit, if all use the same.
         stop: it wants the run to end.
     """
 
@@ -34,7 +34,7 @@ class Plan:
         version: counts changes. A result counts if it was reduced in version ``since[chunk]`` or later.
         members: everybody who gets the results, sorted.
         contributions: what is summed, in this order; of members.
-        reducers: those who can be given chunks, with their bandwidth.
+        reducers: those who can be given chunks, with their share of them.
         owners: for each chunk, who reduces it.
         since: for each chunk, the version in which its contributions or its owner changed last.
         stop: a member wants the run to end.
@@ -107,7 +107,7 @@ def make_plan(
     stop: bool,
 ) -> Plan:
     """The first version. ``bandwidths`` are of those who can reduce; the others only give and get."""
-    reducers = tuple(sorted(bandwidths.items()))
+    reducers = tuple(sorted(shares(bandwidths, len(members)).items()))
     return Plan(
         round=round_id,
         parent=parent,
@@ -122,14 +122,33 @@ def make_plan(
     )
 
 
+def shares(bandwidths: Mapping[PeerId, float], members: int) -> dict[PeerId, float]:
+    """Which part of the vector each should reduce so that all have sent what they must at the same time.
+
+    Who reduces the part s of it sends 1 - s to the other owners, and s to each of the other members. A line that is so
+    slow that its peer's own values take longer than that is given nothing to reduce.
+    """
+    reducers = {peer: bandwidth for peer, bandwidth in bandwidths.items() if bandwidth > 0.0}
+    if members <= 2 or not reducers:
+        return dict(bandwidths)  # between two, whoever reduces, either sends the vector once
+    while True:
+        time = (members - 2 + len(reducers)) / sum(reducers.values())
+        left = {peer: bandwidth for peer, bandwidth in reducers.items() if time * bandwidth > 1.0}
+        if len(left) in (0, len(reducers)):
+            break
+        reducers = left
+    parts = {peer: (time * bandwidth - 1.0) / (members - 2) for peer, bandwidth in reducers.items()}
+    return {peer: parts.get(peer, 0.0) for peer in bandwidths}
+
+
 def share_chunks(count: int, reducers: Sequence[tuple[PeerId, float]]) -> list[PeerId]:
-    """Owners of ``count`` chunks in order: runs of neighbours, as long as the owner's share of the bandwidth."""
-    if sum(bandwidth for _, bandwidth in reducers) <= 0.0:
+    """Owners of ``count`` chunks in order: runs of neighbours, as long as the owner's share."""
+    if sum(share for _, share in reducers) <= 0.0:
         reducers = [(peer, 1.0) for peer, _ in reducers]
-    total = sum(bandwidth for _, bandwidth in reducers)
+    total = sum(share for _, share in reducers)
     owners: list[PeerId] = []
     reached = 0.0
-    for peer, bandwidth in reducers:
-        reached += bandwidth / total * count
+    for peer, share in reducers:
+        reached += share / total * count
         owners += [peer] * (round(reached) - len(owners))
     return owners + [reducers[-1][0]] * (count - len(owners))

@@ -26,6 +26,7 @@ from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.outlet import Gone, Outlet
 from lightning_hivemind.engine.native.wire.sink import Introduce, Introduction, Payload, PeerId, Sink
+from lightning_hivemind.engine.native.wire.speed import Speed
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 from lightning_hivemind.errors import LightningHivemindError, WireError
 
@@ -77,6 +78,7 @@ class Links:
         self._expected: dict[bytes, _Expected] = {}
         self._listener: socket.socket | None = None
         self._inviting: set[PeerId] = set()
+        self._speed = Speed()
         self._closed = False
 
     # ------------------------------------------------------------------ the way in
@@ -223,6 +225,13 @@ class Links:
         """Queue a frame for ``peer``; connects if there is no connection yet. Never blocks."""
         if (outlet := self._outlet(peer)) is not None:
             outlet.send(header, payload)
+
+    @property
+    def upload_rate(self) -> float:
+        """Bytes per second that this peer can send, as far as was seen; see :mod:`.speed`. From one thread only."""
+        with self._lock:
+            connections = [outlet.connection for outlet in self._outlets.values()]
+        return self._speed.of([one for one in connections if one is not None])
 
     def forget(self, round_id: bytes) -> None:
         """That round is over: its chunks that still wait are not sent any more."""

@@ -85,6 +85,11 @@ class Outlet:
             self._given = sock
             self._changed.notify()
 
+    @property
+    def connection(self) -> socket.socket | None:
+        """What it sends on now, or did last."""
+        return self._sock
+
     def close(self) -> None:
         with self._changed:
             self._closed = True

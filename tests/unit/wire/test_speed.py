@@ -1,0 +1,73 @@
+"""How fast a line sends, as the kernel has seen it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from lightning_hivemind.engine.native.wire.speed import FAST, Speed, sent
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not say")
+
+SO_MAX_PACING_RATE = 47
+Connect = Callable[[float], socket.socket]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes a connection of so many bytes per second, of which everything is read."""
+    opened: list[socket.socket] = []
+
+    def make(rate: float) -> socket.socket:
+        with closing(socket.create_server(("127.0.0.1", 0))) as server:
+            sock = socket.create_connection(server.getsockname())
+            other, _ = server.accept()
+        opened.extend((sock, other))
+        if rate < FAST:
+            sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(rate))
+        threading.Thread(target=lambda: all(iter(lambda: other.recv(1 << 16), b"")), daemon=True).start()
+        return sock
+
+    yield make
+    for sock in opened:
+        sock.close()
+
+
+def push(sock: socket.socket, count: int) -> None:
+    """Send, and wait until all of it has arrived."""
+    known = sent(sock)
+    assert known is not None
+    sock.sendall(bytes(count))
+    while (now := sent(sock)) is not None and now[0] < known[0] + count:
+        pass
+
+
+def test_a_slow_line_is_found_to_be_slow(connect: Connect) -> None:
+    sock, speed = connect(4e6), Speed()
+    push(sock, 4 << 20)
+    found = speed.of([sock])
+    assert 1e6 < found < 6e6  # (a machine that stands still makes it slower)
+    assert speed.of([sock]) == found, "it is remembered"
+
+
+def test_connections_share_the_line(connect: Connect) -> None:
+    socks, speed = [connect(3e6), connect(3e6)], Speed()
+    for sock in socks:
+        push(sock, 3 << 20)
+    assert speed.of(socks) == pytest.approx(speed.of(socks[:1]) + speed.of(socks[1:]))
+    assert speed.of(socks[:1]) < 5e6
+
+
+def test_what_is_not_known_counts_as_fast(connect: Connect) -> None:
+    sock, speed = connect(FAST), Speed()
+    assert speed.of([]) == speed.of([sock]) == FAST
+    push(sock, 1000)
+    assert speed.of([sock]) == FAST
+    sock.close()
+    assert speed.of([sock]) == FAST
+    assert sent(socket.socket(socket.AF_UNIX)) is None
