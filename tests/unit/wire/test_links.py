@@ -42,6 +42,19 @@ class Ledger:
         self.losses.append((peer, reason))
 
 
+class Slow(Ledger):
+    """Takes no second chunk before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+
+    def room(self, peer: str, header: Header) -> memoryview | None:
+        if header.chunk:
+            assert self.may.wait(WAIT_S)
+        return super().room(peer, header)
+
+
 class City(Town):
     """A town that keeps what everybody gets."""
 
@@ -80,29 +93,19 @@ def test_frames_arrive_whole_and_in_order_in_both_directions(town: City) -> None
         ]
 
 
-def test_messages_overtake_chunks_that_wait(town: City) -> None:
+def test_messages_overtake_chunks_that_wait_and_go_between_the_pieces_of_one(town: City) -> None:
     first = town.settle("first")
-    town.settle("second")
-    chunk = bytes(4 << 20)
-    for number in range(20):
-        first.send("second", Header(kind=Kind.INPUT, chunk=number, length=len(chunk)), (chunk,))
-    first.send("second", Header(kind=Kind.MESSAGE, length=3), (b"now",))
-    ledger = town.ledgers["second"]
-    wait_for(lambda: len(ledger.frames) == 21, "everything")
-    assert [header.kind for _, header, _ in ledger.frames].index(Kind.MESSAGE) < 20
-
-
-class Slow(Ledger):
-    """Takes no second chunk before it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may = threading.Event()
-
-    def room(self, peer: str, header: Header) -> memoryview | None:
-        if header.chunk:
-            assert self.may.wait(WAIT_S)
-        return super().room(peer, header)
+    slow = town.ledgers["slow"] = Slow()
+    town.add("slow", slow)
+    chunk = os.urandom(LARGEST)
+    for number in range(3):
+        first.send("slow", Header(kind=Kind.INPUT, chunk=number, length=len(chunk)), (chunk[:17], chunk[17:]))
+    wait_for(lambda: slow.frames, "the first")
+    first.send("slow", Header(kind=Kind.MESSAGE, length=3), (b"now",))  # the second one's first piece is there
+    slow.may.set()
+    wait_for(lambda: len(slow.frames) == 4, "everything")
+    assert [header.kind for _, header, _ in slow.frames] == [Kind.INPUT, Kind.MESSAGE, Kind.INPUT, Kind.INPUT]
+    assert all(payload == chunk for _, header, payload in slow.frames if header.kind is Kind.INPUT)
 
 
 def test_a_chunk_that_waits_is_not_sent_twice_and_not_at_all_once_its_round_is_over(town: City) -> None:

@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
-import time
+from collections.abc import Iterator
 
-from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
-from lightning_hivemind.engine.native.wire.sink import Payload, PeerId, Sink
-from lightning_hivemind.errors import WireError
+from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.sink import Payload
 
 #: the default caps one flow near 125 Mbit/s at 100 ms
 BUFFER_BYTES = 4 << 20
-#: so often it is said that parts of a frame arrive
-TOLD_S = 0.05
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
@@ -31,6 +28,8 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         # a loss on the way costs cubic most of its speed; a kernel without BBR keeps what it has
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
 
 
 def close(sock: socket.socket) -> None:
@@ -52,6 +51,23 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
             left = left[sock.send(left) :]
 
 
+def pieces(header: Header, payload: Payload) -> Iterator[tuple[Header, Payload]]:
+    """A frame as it is written: a long one in pieces, between which messages may go."""
+    cut: list[list[memoryview]] = [[]]
+    room = PIECE_BYTES
+    for part in payload:
+        left = memoryview(part)
+        while left:
+            if not room:
+                cut.append([])
+                room = PIECE_BYTES
+            cut[-1].append(left[:room])
+            room, left = room - len(cut[-1][-1]), left[room:]
+    yield header, cut[0]
+    for piece in cut[1:]:
+        yield Header(kind=Kind.MORE, length=sum(map(len, piece))), piece
+
+
 def read_exactly(sock: socket.socket, memory: memoryview) -> None:
     """Fill ``memory``. Raises OSError when the connection is gone."""
     position = 0
@@ -60,34 +76,6 @@ def read_exactly(sock: socket.socket, memory: memoryview) -> None:
         if count == 0:
             raise ConnectionResetError("the other end has closed the connection")
         position += count
-
-
-def read_frame(sock: socket.socket, peer: PeerId, sink: Sink, scratch: bytearray) -> None:
-    """Read one frame and hand it over.
-
-    Raises:
-        OSError: the connection is gone, or silent for too long.
-        WireError: what came is no frame, or one that cannot be.
-    """
-    space = memoryview(scratch)
-    read_exactly(sock, space[:HEADER_BYTES])
-    header = Header.unpack(space[:HEADER_BYTES])
-    if header.kind is Kind.PING and header.length == 0:
-        return
-    room = sink.room(peer, header)
-    if room is not None and len(room) != header.length:
-        raise WireError(f"a frame of {header.length} bytes where {len(room)} belong")
-    left, position, told = header.length, 0, 0.0
-    while left:
-        target = room[position:] if room is not None else space[: min(left, len(space))]
-        count = sock.recv_into(target)
-        if count == 0:
-            raise ConnectionResetError("the other end has closed the connection")
-        left, position = left - count, position + count
-        if (now := time.monotonic()) >= told + TOLD_S:
-            told = now
-            sink.moved(peer, header)
-    sink.arrived(peer, header, room)
 
 
 def why(error: BaseException) -> str:

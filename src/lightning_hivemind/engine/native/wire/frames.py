@@ -1,4 +1,4 @@
-"""The unit of every connection: a header of fixed size, then the bytes of a message or of one chunk."""
+"""The unit of every connection: a header of fixed size, then a message, a chunk, or a piece of one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _MAGIC = b"LHMD"
 _LAYOUT = struct.Struct("!4sBB16sIIII")
 HEADER_BYTES = _LAYOUT.size
 NO_ROUND = bytes(16)
+#: what follows a header at most; the rest of a longer frame comes in more pieces, so that messages need not wait for it
+PIECE_BYTES = 256 << 10
 
 
 class Kind(IntEnum):
@@ -26,6 +28,7 @@ class Kind(IntEnum):
     RESULT = 5  #: a reduced chunk, encoded
     REQUEST = 6  #: a question of ``state``
     STATE = 7  #: a part of an answer to it
+    MORE = 9  #: the next piece of the last frame that is longer than a piece
     REVERSED = 8  #: as HELLO, of a peer that cannot be dialled: it is the other end that sends on this connection
 
 

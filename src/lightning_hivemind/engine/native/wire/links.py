@@ -14,17 +14,16 @@ from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.wire.connection import (
     BUFFER_BYTES,
-    DRAIN_BYTES,
     TOKEN_BYTES,
     close,
     read_exactly,
-    read_frame,
     tune,
     why,
 )
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.outlet import Gone, Outlet
+from lightning_hivemind.engine.native.wire.reader import Reader
 from lightning_hivemind.engine.native.wire.sink import Introduce, Introduction, Payload, PeerId, Sink
 from lightning_hivemind.engine.native.wire.speed import Speed
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
@@ -167,9 +166,9 @@ class Links:
         """A connection of a known peer, to its end."""
         assert inlet.peer is not None
         try:
-            scratch = bytearray(DRAIN_BYTES)
+            reader = Reader(inlet.sock, inlet.peer, self._sink)
             while True:
-                read_frame(inlet.sock, inlet.peer, self._sink, scratch)
+                reader.read()
         except (OSError, WireError) as error:
             self._ended(inlet, error)
         finally:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import close, why, write
+from lightning_hivemind.engine.native.wire.connection import close, pieces, why, write
 from lightning_hivemind.engine.native.wire.dial import Endpoint, dial
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Introduce, Payload, PeerId
@@ -118,8 +118,10 @@ class Outlet:
         """Send until the connection breaks."""
         try:
             while not self._closed:
-                frame = self._next()
-                write(sock, *(frame if frame is not None else (Header(kind=Kind.PING),)))
+                for piece in pieces(*(self._next() or (Header(kind=Kind.PING), ()))):
+                    while (message := self._message()) is not None:
+                        write(sock, *message)
+                    write(sock, *piece)
         except OSError:
             with self._changed:
                 self._sent()  # or lost: connected again, or found to be gone, by the caller
@@ -135,6 +137,10 @@ class Outlet:
             frame = queue.popleft()
             self._sending = frame[0]
             return frame
+
+    def _message(self) -> Frame | None:
+        with self._changed:
+            return self._urgent.popleft() if self._urgent else None
 
     def _sent(self) -> None:
         if self._sending is not None:

@@ -1,0 +1,82 @@
+"""Reads the frames of one connection and hands them over; messages come between the pieces of a long frame."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+
+from lightning_hivemind.engine.native.wire.connection import DRAIN_BYTES, read_exactly
+from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.sink import PeerId, Sink
+from lightning_hivemind.errors import WireError
+
+#: so often it is said that parts of a frame arrive
+TOLD_S = 0.05
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What has come of a frame: ``position`` bytes of it; without ``room`` they were dropped."""
+
+    header: Header
+    room: memoryview | None
+    position: int = 0
+    told: float = 0.0
+
+    @property
+    def left(self) -> int:
+        return self.header.length - self.position
+
+
+class Reader:
+    """See the module. Used by one thread."""
+
+    def __init__(self, sock: socket.socket, peer: PeerId, sink: Sink) -> None:
+        self._sock, self._peer, self._sink = sock, peer, sink
+        self._scratch = memoryview(bytearray(max(DRAIN_BYTES, HEADER_BYTES)))
+        #: of which more is to come
+        self._long: _Frame | None = None
+
+    def read(self) -> None:
+        """Read one frame, or a piece of one, and hand it over once it is whole.
+
+        Raises:
+            OSError: the connection is gone, or silent for too long.
+            WireError: what came is no frame, or one that cannot be.
+        """
+        read_exactly(self._sock, self._scratch[:HEADER_BYTES])
+        header = Header.unpack(self._scratch[:HEADER_BYTES])
+        if header.kind is Kind.PING and header.length == 0:
+            return
+        if header.kind is Kind.MORE:
+            if self._long is None or not 0 < header.length <= min(self._long.left, PIECE_BYTES):
+                raise WireError("a piece of a frame that was not begun, or is whole")
+            self._fill(self._long, header.length)
+            return
+        if header.length > PIECE_BYTES and self._long is not None:
+            raise WireError("a long frame within another one")
+        room = self._sink.room(self._peer, header)
+        if room is not None and len(room) != header.length:
+            raise WireError(f"a frame of {header.length} bytes where {len(room)} belong")
+        frame = _Frame(header, room)
+        if header.length > PIECE_BYTES:
+            self._long = frame
+        self._fill(frame, min(header.length, PIECE_BYTES))
+
+    def _fill(self, frame: _Frame, count: int) -> None:
+        """The next ``count`` bytes of it."""
+        end = frame.position + count
+        while frame.position < end:
+            target = frame.room[frame.position : end] if frame.room is not None else self._scratch
+            received = self._sock.recv_into(target[: end - frame.position])
+            if received == 0:
+                raise ConnectionResetError("the other end has closed the connection")
+            frame.position += received
+            if (now := time.monotonic()) >= frame.told + TOLD_S:
+                frame.told = now
+                self._sink.moved(self._peer, frame.header)
+        if not frame.left:
+            if self._long is frame:
+                self._long = None
+            self._sink.arrived(self._peer, frame.header, frame.room)

@@ -1,0 +1,104 @@
+"""Frames as they are cut, written and read; what cannot be one closes the connection."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hivemind.engine.native.wire.connection import pieces, write
+from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.reader import Reader
+from lightning_hivemind.errors import WireError
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.arrivals: list[tuple[Header, bytes | None]] = []
+
+    def room(self, peer: str, header: Header) -> memoryview | None:
+        return None if header.chunk == 99 else memoryview(bytearray(header.length))
+
+    def moved(self, peer: str, header: Header) -> None:
+        pass
+
+    def arrived(self, peer: str, header: Header, payload: memoryview | None) -> None:
+        self.arrivals.append((header, None if payload is None else bytes(payload)))
+
+    def lost(self, peer: str, reason: str) -> None:
+        raise AssertionError
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, Reader, Sink]]:
+    one, other = socket.socketpair()
+    sink = Sink()
+    with one, other:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        yield one, Reader(other, "peer", sink), sink
+
+
+SIZES = [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.sampled_from(SIZES), max_size=4))
+def test_the_pieces_of_a_frame_are_the_frame(sizes: list[int]) -> None:
+    parts = [bytes([number]) * size for number, size in enumerate(sizes)]
+    header = Header(kind=Kind.INPUT, length=sum(sizes))
+    cut = list(pieces(header, parts))
+    assert cut[0][0] == header
+    assert all(one == Header(kind=Kind.MORE, length=sum(map(len, piece))) for one, piece in cut[1:])
+    assert all(sum(map(len, piece)) == PIECE_BYTES for _, piece in cut[:-1])
+    assert b"".join(view for _, piece in cut for view in piece) == b"".join(parts)
+
+
+@pytest.mark.parametrize("chunk", [0, 99], ids=["wanted", "unwanted"])
+def test_a_message_between_two_pieces_arrives_before_the_frame(
+    pair: tuple[socket.socket, Reader, Sink], chunk: int
+) -> None:
+    sock, reader, sink = pair
+    data = bytes(range(256)) * (PIECE_BYTES // 256) + b"end"
+    header = Header(kind=Kind.INPUT, chunk=chunk, length=len(data))
+    first, second = pieces(header, [data])
+    for piece in (first, (Header(kind=Kind.MESSAGE, length=2), [b"hi"]), second):
+        write(sock, *piece)
+        reader.read()
+    assert sink.arrivals[0] == (Header(kind=Kind.MESSAGE, length=2), b"hi")
+    assert sink.arrivals[1:] == [(header, None if chunk else data)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "reason"),
+    [
+        ([(Kind.MORE, 5)], "not begun"),
+        ([(Kind.INPUT, PIECE_BYTES + 5), (Kind.MORE, 6)], "not begun, or is whole"),
+        ([(Kind.INPUT, PIECE_BYTES + 5), (Kind.MORE, 5), (Kind.MORE, 1)], "not begun, or is whole"),
+        ([(Kind.INPUT, PIECE_BYTES + 5), (Kind.MORE, 0)], "not begun, or is whole"),
+        ([(Kind.INPUT, 4 * PIECE_BYTES), (Kind.MORE, PIECE_BYTES + 1)], "not begun, or is whole"),
+        ([(Kind.INPUT, PIECE_BYTES + 5), (Kind.RESULT, PIECE_BYTES + 5)], "within another one"),
+    ],
+)
+def test_pieces_that_do_not_belong_together_are_refused(
+    pair: tuple[socket.socket, Reader, Sink], lengths: list[tuple[Kind, int]], reason: str
+) -> None:
+    sock, reader, _ = pair
+    for number, (kind, length) in enumerate(lengths):
+        sock.sendall(Header(kind=kind, length=length).pack())
+        if number < len(lengths) - 1:
+            sock.sendall(bytes(min(length, PIECE_BYTES)))
+            reader.read()
+    with pytest.raises(WireError, match=reason):
+        reader.read()
+
+
+def test_a_connection_that_ends_in_a_piece_is_gone(pair: tuple[socket.socket, Reader, Sink]) -> None:
+    sock, reader, sink = pair
+    sock.sendall(Header(kind=Kind.INPUT, length=10).pack() + b"half")
+    sock.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionResetError):
+        reader.read()
+    assert sink.arrivals == []
