@@ -9,6 +9,8 @@ from lightning_hivemind._version import __version__
 
 if TYPE_CHECKING:
     from lightning_hivemind.codecs import (
+        BFloat16Compression,
+        Blockwise4BitQuantization,
         BlockwiseQuantization,
         Float16Compression,
         NoCompression,
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from lightning_hivemind.strategy import CollaborativeStrategy, HivemindStrategy
 
 _HOMES = {
+    "BFloat16Compression": "codecs",
+    "Blockwise4BitQuantization": "codecs",
     "BlockwiseQuantization": "codecs",
     "CollaborativeStrategy": "strategy",
     "Float16Compression": "codecs",
@@ -40,6 +44,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "BFloat16Compression",
+    "Blockwise4BitQuantization",
     "BlockwiseQuantization",
     "CollaborativeStrategy",
     "Float16Compression",

@@ -226,6 +226,9 @@ def _native(values: Values) -> None:
         if values["max_staleness"] != 1:
             wrong = 'only engine="native" keeps late gradients'
             raise refusal("max_staleness", values["max_staleness"], wrong, 'leave it away, or use engine="native"')
+        for name in ("grad_compression", "state_averaging_compression", "load_state_compression"):
+            if values[name] is not None:
+                _sent_by_hivemind(name, values[name])
         return
     local = _NOT_WITH_LOCAL_UPDATES if values["use_local_updates"] else {}
     if values["grad_averager_factory"] is not None:
@@ -235,6 +238,14 @@ def _native(values: Values) -> None:
     for name, (default, wrong) in {**_NOT_NATIVE, **local}.items():
         if values[name] and values[name] != default:
             raise refusal(name, values[name], wrong, 'leave it away, or use engine="hivemind"')
+
+
+def _sent_by_hivemind(name: str, codec: Any) -> None:
+    from lightning_hivemind.codecs.native import native_parts  # imports hivemind
+
+    for part in native_parts(codec):
+        wrong = f"hivemind has no wire format for {type(part).__name__}"
+        raise refusal(name, codec, wrong, 'use engine="native", or Float16Compression() or Uniform8BitQuantization()')
 
 
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.

@@ -18,7 +18,13 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from lightning_hivemind import argument_rules
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.codecs import Float16Compression, PowerSGDGradientAverager
+from lightning_hivemind.codecs import (
+    BFloat16Compression,
+    Blockwise4BitQuantization,
+    Float16Compression,
+    PowerSGDGradientAverager,
+    SizeAdaptiveCompression,
+)
 from lightning_hivemind.errors import ArgumentError, LightningHivemindError
 
 LOW_RANK = functools.partial(functools.partial, PowerSGDGradientAverager)
@@ -126,6 +132,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"engine": "gloo"}, "engine='gloo': is unknown; choose one of 'hivemind', 'native'"),
     ({"max_staleness": 4}, 'leave it away, or use engine="native"'),
     ({"engine": "native", "tracker_opts": {"min_refresh_period": 1.0}}, 'leave it away, or use engine="hivemind"'),
+    ({"grad_compression": BFloat16Compression()}, "hivemind has no wire format for BFloat16Compression; use engine="),
+    (
+        {"state_averaging_compression": SizeAdaptiveCompression(9, Float16Compression(), Blockwise4BitQuantization())},
+        "hivemind has no wire format for Blockwise4BitQuantization",
+    ),
     ({"engine": "native", "grad_averager_factory": dict}, "averages by itself, and takes PowerSGD only"),
     (
         {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
-from lightning_hivemind.engine.native.codecs.floating import ScaledFloat16
-from lightning_hivemind.engine.native.codecs.integer import Blockwise8Bit, Uniform8Bit
+from lightning_hivemind.engine.native.codecs.floating import BFloat16, ScaledFloat16
+from lightning_hivemind.engine.native.codecs.integer import Blockwise4Bit, Blockwise8Bit, Uniform8Bit
 from lightning_hivemind.errors import ArgumentError
 
 #: by the names that hivemind's classes and those of ``lightning_hivemind.codecs`` share
@@ -19,6 +19,8 @@ _BY_NAME: dict[str, ChunkCodec] = {
     "Uniform8BitQuantization": Uniform8Bit(),
     "Quantile8BitQuantization": Blockwise8Bit(),
     "BlockwiseQuantization": Blockwise8Bit(),
+    "BFloat16Compression": BFloat16(),
+    "Blockwise4BitQuantization": Blockwise4Bit(),
 }
 _ADAPTIVE = ("SizeAdaptiveCompression", "RoleAdaptiveCompression", "PerTensorCompression")
 

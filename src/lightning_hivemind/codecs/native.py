@@ -1,0 +1,48 @@
+"""Codecs for which hivemind has no wire format: names of what ``engine="native"`` has (engine/native/codecs)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import hivemind.compression
+
+
+class NativeCompression(hivemind.compression.CompressionBase):  # type: ignore[misc]
+    """Can be given as an argument, and not be sent to peers of hivemind."""
+
+    def compress(self, tensor: Any, info: Any, allow_inplace: bool = False) -> Any:
+        raise NotImplementedError(f'{type(self).__name__} has no wire format of hivemind; use engine="native"')
+
+    def extract(self, serialized_tensor: Any) -> Any:
+        raise NotImplementedError(f'{type(self).__name__} has no wire format of hivemind; use engine="native"')
+
+    def estimate_compression_ratio(self, info: Any) -> float:
+        raise NotImplementedError(f'{type(self).__name__} has no wire format of hivemind; use engine="native"')
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class BFloat16Compression(NativeCompression):
+    """The upper half of float32: its range, relative error 2**-8. Two bytes per value."""
+
+
+class Blockwise4BitQuantization(NativeCompression):
+    """Whole numbers from -7 to 7 times the largest value of 64 neighbours, over 7. Error: 1/14 of that value at most.
+
+    0.56 bytes per value. Meant for changes of parameters over many batches; for gradients of single steps it is coarse.
+    """
+
+
+def native_parts(codec: Any) -> Iterator[NativeCompression]:
+    """Those codecs in ``codec``, at any depth, that hivemind cannot send."""
+    if isinstance(codec, NativeCompression):
+        yield codec
+    for name in ("less", "greater_equal"):
+        if (part := getattr(codec, name, None)) is not None:
+            yield from native_parts(part)
+    for name in ("role_compressions", "tensor_compressions"):
+        parts = getattr(codec, name, ())
+        for part in parts.values() if isinstance(parts, Mapping) else parts:
+            yield from native_parts(part)
