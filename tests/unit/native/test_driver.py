@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs import Exact
-from lightning_hivemind.engine.native.driver import Driver, Given
+from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.seam import Given
 from swarm.town import Town, wait_for
 
 TARGET = 64
@@ -29,9 +31,10 @@ class Trainee:
         self.averages: list[Tensor | None] = []
         self.commits: list[Commit] = []
         self.returns: list[str] = []
-        self._number = 0
+        self._number, self.slow_s = 0, 0.0
 
     def give(self) -> Given:
+        time.sleep(self.slow_s)
         if self.samples == 0:
             return Given(offer=Offer(contribution=None), values=None)
         self._number += 1
@@ -178,3 +181,12 @@ def test_a_peer_that_vanishes_costs_the_others_nothing_but_its_samples(runs: lis
     first, second = (run.trainees[name] for name in survivors)
     assert first.commits[1] == second.commits[1]
     assert torch.equal(first.averages[1], second.averages[1])
+
+
+def test_work_that_takes_long_is_not_taken_for_a_process_that_stood_still(runs: list[Run]) -> None:
+    run = Run(["a"], Layout(1000), secure=False)
+    runs.append(run)
+    run.trainees["a"].slow_s = 1.5
+    run.contribute({"a": TARGET})
+    run.wait_for_commit(1)
+    assert run.trainees["a"].returns == []

@@ -150,6 +150,30 @@ def test_the_next_round_may_come_before_the_step_was_made() -> None:
     assert torch.equal(first.unpack(late, 1)[0], second.unpack(late, 1)[0])
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_round_that_begins_before_the_step_is_unpacked_keeps_its_feedback(early: bool) -> None:
+    peer, given, made = make(), torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    packed = peer.pack(gradient(0), 1, 8, 0)
+    for step in range(1, 6):
+        assert packed is not None
+        peer.counted([step])
+        peer.learn(packed, step - 1)
+        given += 8 * gradient(step - 1)
+        average = packed
+        if early:
+            packed = peer.pack(gradient(step), step + 1, 8, step)
+        made += 8 * peer.unpack(average, step - 1)[0]
+        if not early:
+            packed = peer.pack(gradient(step), step + 1, 8, step)
+    waiting = torch.zeros(ELEMENTS)
+    start = 0
+    for one in peer._matrices:
+        waiting[one.start : one.start + one.elements] = peer._left[start : start + one.elements]
+        start += one.elements
+    assert far(made + waiting, given) < 1e-3
+    assert far(made, given) > 0.3
+
+
 def test_who_joins_with_the_others_bases_has_the_same_steps() -> None:
     swarm = Swarm(2)
     for step in range(5):

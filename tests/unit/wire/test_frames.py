@@ -37,7 +37,7 @@ def test_garbage_is_no_header(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("at", "value", "reason"),
-    [(0, 0x47, "no frame of lightning-hivemind"), (4, 2, "same release on all peers"), (5, 77, "unknown kind")],
+    [(0, 0x47, "no frame of lightning-hivemind"), (4, 1, "same release on all peers"), (5, 77, "unknown kind")],
 )
 def test_what_is_wrong_with_a_header_is_said(at: int, value: int, reason: str) -> None:
     data = bytearray(Header(kind=Kind.PING).pack())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.errors import WireError
 from swarm.town import WAIT_S, Town, wait_for
@@ -106,6 +106,21 @@ def test_messages_overtake_chunks_that_wait_and_go_between_the_pieces_of_one(tow
     wait_for(lambda: len(slow.frames) == 4, "everything")
     assert [header.kind for _, header, _ in slow.frames] == [Kind.INPUT, Kind.MESSAGE, Kind.INPUT, Kind.INPUT]
     assert all(payload == chunk for _, header, payload in slow.frames if header.kind is Kind.INPUT)
+
+
+def test_a_message_longer_than_a_piece_waits_for_the_chunk(town: City) -> None:
+    first = town.settle("first")
+    slow = town.ledgers["slow"] = Slow()
+    town.add("slow", slow)
+    chunk, message = os.urandom(LARGEST), os.urandom(PIECE_BYTES + 1000)
+    for number in range(2):
+        first.send("slow", Header(kind=Kind.INPUT, chunk=number, length=len(chunk)), (chunk,))
+    wait_for(lambda: slow.frames, "the first")
+    first.send("slow", Header(kind=Kind.MESSAGE, length=len(message)), (message,))
+    slow.may.set()
+    wait_for(lambda: len(slow.frames) == 3, "everything")
+    assert [payload for _, _, payload in slow.frames] == [chunk, chunk, message]
+    assert not slow.losses
 
 
 def test_a_chunk_that_waits_is_not_sent_twice_and_not_at_all_once_its_round_is_over(town: City) -> None:

@@ -11,10 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
-
-from torch import Tensor
+from dataclasses import replace
 
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
@@ -35,11 +32,12 @@ from lightning_hivemind.engine.native.protocol.actions import (
 )
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
 from lightning_hivemind.engine.native.protocol.peer import Peer
-from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.seam import Status, Training
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
 from lightning_hivemind.engine.native.state.questions import read as read_question
+from lightning_hivemind.engine.native.wakefulness import Wakefulness
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, decode, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -51,61 +49,6 @@ log = logging.getLogger("lightning_hivemind")
 MOST_EXCHANGES = 4
 #: for the training thread's words to be seen to; the rounds' thread is never busy for a second
 ANSWER_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
-    """What the training side brings to a round: an offer, and the values, which stay as they are until it ends."""
-
-    offer: Offer
-    values: Tensor | None
-
-
-class Training(Protocol):
-    """The side that computes gradients and applies averages; called from the driver's thread, must return quickly."""
-
-    @property
-    def samples(self) -> int:
-        """That this peer has for the next commit."""
-
-    def called(self, now: float) -> float:
-        """A round calls: :meth:`ready_at`."""
-
-    def ready_at(self, now: float) -> float:
-        """When to join a round that calls: ``now``, or a little later, when a batch will be finished."""
-
-    def give(self) -> Given:
-        """Fix what this peer contributes now."""
-
-    def returned(self, reason: str, *, begun: bool) -> None:
-        """The round came to nothing: what was given last is this peer's own again. ``begun``: it had a plan."""
-
-    def committed(self, commit: Commit, average: Tensor | None) -> None:
-        """A step is decided. ``average`` is float32 CPU (elements,), or None if it must be fetched first."""
-
-    def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
-        """This peer follows the others to ``head``, by ``commits`` if they are known; its state is still to come."""
-
-    def adopted(self, head: Head) -> None:
-        """This peer stands at ``head``, with the state that it has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """What the training side may want to know, as of a moment ago.
-
-    Attributes:
-        head: where the protocol is; None before the first adoption.
-        due: whether the swarm has the samples for a round.
-        living: the other peers that can be reached, as far as is known.
-        clients: those of them that accept no connections.
-    """
-
-    head: Head | None = None
-    due: bool = False
-    swarm_samples: int = 0
-    living: tuple[PeerId, ...] = ()
-    clients: frozenset[PeerId] = frozenset()
 
 
 class Driver:
@@ -131,17 +74,20 @@ class Driver:
         self._donor: Donor | None = None
         self._downloads: Downloads | None = None
         self.status = Status()
+        self._wakefulness = Wakefulness(peer.standstill_s)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lightning-hivemind-rounds", daemon=True)
 
     def start(self, links: Links, donor: Donor | None = None, downloads: Downloads | None = None) -> None:
         """Begin; without ``donor`` and ``downloads`` nothing is said about states."""
         self._links, self._donor, self._downloads = links, donor, downloads
+        self._wakefulness.start()
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
         """End the thread and its connections."""
         self._stopping = True
+        self._wakefulness.stop()
         self._events.put(lambda now: None)
         self._thread.join(timeout_s)
         if self._links is not None:
@@ -259,6 +205,7 @@ class Driver:
                 log.exception("an event of the rounds' thread failed")
 
     def _see_to(self, event: Callable[[float], None]) -> None:
+        self._stay_awake()
         event(time.monotonic())
         self._carry_out()
         self._answer_call(time.monotonic())
@@ -306,6 +253,12 @@ class Driver:
         while actions := self._peer.take():
             for action in actions:
                 self._do(action)
+                self._stay_awake()
+
+    def _stay_awake(self) -> None:
+        """What took long was work of this thread, unless the whole process stood still."""
+        if not self._wakefulness.stood_still():
+            self._peer.awake(time.monotonic())
 
     def _do(self, action: Action) -> None:
         match action:
@@ -341,6 +294,7 @@ class Driver:
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()
+        self._stay_awake()
         while len(self._exchanges) >= MOST_EXCHANGES:
             self._exchanges.pop(next(iter(self._exchanges)))
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
@@ -377,6 +331,7 @@ class Driver:
         except UnusableInput as unusable:
             self._peer.refuse(action.round, unusable.peer, unusable.reason, time.monotonic())
         else:
+            self._stay_awake()
             self._peer.reduced(action.round, action.chunk, action.version, time.monotonic())
 
     def _send_result(self, action: SendResult) -> None:

@@ -61,10 +61,11 @@ class Exchange:
         not get in its way.
         """
         if self._plan is not None:
-            before, self.result = self.result, self._memory.floats(self._layout.elements)
+            result = self._memory.floats(self._layout.elements)
             for chunk, since in enumerate(plan.since):
                 if since < plan.version:
-                    self.result[self._layout.span(chunk)] = before[self._layout.span(chunk)]
+                    result[self._layout.span(chunk)] = self.result[self._layout.span(chunk)]
+            self.result = result  # not before: connections write where it is
         self._plan = plan
 
     @property

@@ -48,6 +48,7 @@ class Gradients:
 
     Attributes:
         sizes: elements of what is given, tensor by tensor; ``elements`` in all.
+        whole: elements of the flat vector.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Gradients:
             self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters)
         self._local = local_step is not None
         sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
-        self._whole, self._low_rank = sum(sizes), low_rank
+        self.whole, self._low_rank = sum(sizes), low_rank
         self.sizes = sizes if low_rank is None else low_rank.sizes
         self.elements = sum(self.sizes)
         #: what a round has now, and what came back from one
@@ -227,7 +228,7 @@ class Gradients:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
             return self._back
-        values = self._memory.floats(self._whole)
+        values = self._memory.floats(self.whole)
         trained, rest = torch.split(values, [total.elements, self._statistics.elements])
         total.read(trained)
         rest.copy_(self._statistics.changes(self._head_epoch))
@@ -237,7 +238,7 @@ class Gradients:
     def _merged(self, older: _Mean, newer: _Mean) -> _Mean:
         """Gradients by samples; the newer changes of statistics contain the older ones."""
         samples, trained = older.samples + newer.samples, self._sum.elements
-        values = self._memory.floats(self._whole)  # not in place: a connection may still be sending either of them
+        values = self._memory.floats(self.whole)  # not in place: a connection may still be sending either of them
         torch.mul(newer.values[:trained], newer.samples / samples, out=values[:trained])
         values[:trained].add_(older.values[:trained], alpha=older.samples / samples)
         values[trained:] = newer.values[trained:]

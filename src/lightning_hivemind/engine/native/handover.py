@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_hivemind.engine.native.driver import Given
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.seam import Given
 
 #: memory for averages that wait for the training thread; a peer that is further behind takes a whole state
 WAITING_BYTES = 1 << 30
@@ -41,7 +41,7 @@ class Step:
 
 
 class Handover:
-    """Implements :class:`.driver.Training`; see the module. All times are of ``time.monotonic``.
+    """Implements :class:`.seam.Training`; see the module. All times are of ``time.monotonic``.
 
     Attributes:
         owes: the parameters here are not those of a head from which the steps that are here lead on: a state must be

@@ -189,20 +189,22 @@ class LowRank:
         with self._lock:
             self._averages[epoch] = average
             self._reach(epoch + 1)
-            self._settle()
-            whole, bases = self._memory.floats(self._elements), self._bases[epoch]
-            for (one, factor), (_, basis) in zip(
-                self._factors(average, epoch), self._factors(bases, epoch - 1), strict=True
-            ):
-                one.of(whole, epoch).copy_(_rounded(factor.double() @ basis.double().t(), GRADIENT_BITS))
-            start = self.sizes[0]
-            for span in self._plain:
-                whole[span] = average[start : start + span.stop - span.start]
-                start += span.stop - span.start
+            if self._given is not None and self._given.counted:
+                self._settle()  # (one that is not counted may be of the next round, which is under way)
+            bases, following = self._bases[epoch], self._bases[epoch + 1]
             for known in (self._bases, self._averages):
                 for past in [one for one in known if one <= epoch]:
                     del known[past]
-            return whole, self._bases[epoch + 1]
+        # without the lock, which the rounds' thread wants: bases and averages are never changed
+        whole = self._memory.floats(self._elements)
+        pairs = zip(self._factors(average, epoch), self._factors(bases, epoch - 1), strict=True)
+        for (one, factor), (_, basis) in pairs:
+            one.of(whole, epoch).copy_(_rounded(factor.double() @ basis.double().t(), GRADIENT_BITS))
+        start = self.sizes[0]
+        for span in self._plain:
+            whole[span] = average[start : start + span.stop - span.start]
+            start += span.stop - span.start
+        return whole, following
 
     # ------------------------------------------------------------------ private
 
@@ -273,7 +275,7 @@ def _lay_out(
 def _orthonormal(matrix_NR: Tensor, seed: int) -> Tensor:
     """float32 (rows, rank): columns of length one, nearly orthogonal (they are rounded), that span those of the matrix.
 
-    A column that adds nothing new to those before it is replaced by random signs, which may find something.
+    A column that adds nothing new to those before it is replaced by random numbers, which may find something.
     """
     columns = matrix_NR.double()
     lengths = columns.norm(dim=0)
@@ -282,8 +284,9 @@ def _orthonormal(matrix_NR: Tensor, seed: int) -> Tensor:
     weak = (lengths == 0) | (triangle.diagonal().abs() <= LEAST_NEW_SHARE)
     if weak.any():
         chance = torch.Generator().manual_seed(seed)
-        signs = torch.randint(0, 2, columns.shape, generator=chance).double() * 2 - 1
-        basis, _ = torch.linalg.qr(torch.where(weak, signs / math.sqrt(len(signs)), columns))
+        # whole numbers, which every torch draws alike; many, so that none lies where rounding could go both ways
+        random = torch.randint(-(1 << 20), 1 << 20, columns.shape, generator=chance).double()
+        basis, _ = torch.linalg.qr(torch.where(weak, random / random.norm(dim=0), columns))
     return _rounded(basis, BASIS_BITS)
 
 

@@ -67,7 +67,7 @@ def build(
 ) -> Parts:
     """Everything runs, and answers; this peer stands nowhere yet. ``copy_state``: see :class:`.Donor`."""
     layout = Layout(gradients.elements)
-    memory.kept_bytes = KEPT_VECTORS * 4 * gradients.elements
+    memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
     codecs = per_chunk(coding.of_all(gradients.sizes), layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(

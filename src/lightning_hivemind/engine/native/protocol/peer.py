@@ -88,6 +88,11 @@ class Peer:
         return frozenset(peer for peer in self._roster.living() if not self._roster.reduces(peer))
 
     @property
+    def standstill_s(self) -> float:
+        """After so long without an event the others may have gone on without this peer."""
+        return self._settings.detect_s / 2
+
+    @property
     def deadline(self) -> float:
         """When :meth:`tick` must be called at the latest."""
         return min(self._report_at, self._last + self._settings.detect_s / 4, self._rounds.deadline)
@@ -263,9 +268,13 @@ class Peer:
         if head is not None and (candidate := self._roster.candidate(head)) != self.me:
             self._emit(Send(to=candidate, message=self._roster.progress(head)))
 
+    def awake(self, now: float) -> None:
+        """Until now this process did not stand still: what took long since the last event was its own work."""
+        self._last = now
+
     def _begin(self, now: float) -> None:
         """Before every event: was this process suspended? (It is called several times within ``detect_s``.)"""
-        slept, self._last = now - self._last > self._settings.detect_s / 2, now
+        slept, self._last = now - self._last > self.standstill_s, now
         if slept:
             self._rounds.leadership.suspended(now)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from lightning_hivemind.engine.native.wire.connection import close, pieces, why, write
 from lightning_hivemind.engine.native.wire.dial import Endpoint, dial
-from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Introduce, Payload, PeerId
 from lightning_hivemind.errors import LightningHivemindError
 
@@ -139,8 +139,10 @@ class Outlet:
             return frame
 
     def _message(self) -> Frame | None:
+        """One that may go between two pieces, because it is no more than one itself."""
         with self._changed:
-            return self._urgent.popleft() if self._urgent else None
+            fits = self._urgent and self._urgent[0][0].length <= PIECE_BYTES
+            return self._urgent.popleft() if fits else None
 
     def _sent(self) -> None:
         if self._sending is not None:

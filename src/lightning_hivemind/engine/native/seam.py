@@ -1,0 +1,66 @@
+"""What passes between the driver, which averages, and the side that computes gradients and makes steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
+from lightning_hivemind.engine.native.protocol.plan import Offer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What the training side brings to a round: an offer, and the values, which stay as they are until it ends."""
+
+    offer: Offer
+    values: Tensor | None
+
+
+class Training(Protocol):
+    """The side that computes gradients and applies averages; called from the driver's thread, must return quickly."""
+
+    @property
+    def samples(self) -> int:
+        """That this peer has for the next commit."""
+
+    def called(self, now: float) -> float:
+        """A round calls: :meth:`ready_at`."""
+
+    def ready_at(self, now: float) -> float:
+        """When to join a round that calls: ``now``, or a little later, when a batch will be finished."""
+
+    def give(self) -> Given:
+        """Fix what this peer contributes now."""
+
+    def returned(self, reason: str, *, begun: bool) -> None:
+        """The round came to nothing: what was given last is this peer's own again. ``begun``: it had a plan."""
+
+    def committed(self, commit: Commit, average: Tensor | None) -> None:
+        """A step is decided. ``average`` is float32 CPU (elements,), or None if it must be fetched first."""
+
+    def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
+        """This peer follows the others to ``head``, by ``commits`` if they are known; its state is still to come."""
+
+    def adopted(self, head: Head) -> None:
+        """This peer stands at ``head``, with the state that it has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """What the training side may want to know, as of a moment ago.
+
+    Attributes:
+        head: where the protocol is; None before the first adoption.
+        due: whether the swarm has the samples for a round.
+        living: the other peers that can be reached, as far as is known.
+        clients: those of them that accept no connections.
+    """
+
+    head: Head | None = None
+    due: bool = False
+    swarm_samples: int = 0
+    living: tuple[PeerId, ...] = ()
+    clients: frozenset[PeerId] = frozenset()
