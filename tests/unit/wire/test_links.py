@@ -47,10 +47,11 @@ class Slow(Ledger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.may = threading.Event()
+        self.may, self.asked = threading.Event(), False
 
     def room(self, peer: str, header: Header) -> memoryview | None:
         if header.chunk:
+            self.asked = True
             assert self.may.wait(WAIT_S)
         return super().room(peer, header)
 
@@ -268,6 +269,21 @@ def test_a_connection_of_a_client_that_breaks_is_made_again(town: City, by: str)
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert town.ledgers["peer"].losses == town.ledgers["client"].losses == []
+
+
+def test_a_connection_that_is_given_up_keeps_its_number_while_a_thread_is_at_it(town: City) -> None:
+    """Else TLS writes what it still has to say into whatever connection gets that number next."""
+    first = town.settle("first")
+    slow = town.ledgers["slow"] = Slow()
+    links = town.add("slow", slow)
+    first.send("slow", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))
+    wait_for(lambda: any(one.peer for one in links._inlets) and slow.asked, "the reader is in room()")
+    (inlet,) = links._inlets
+    sock = inlet.sock
+    links.drop("first")
+    assert sock.fileno() != -1
+    slow.may.set()
+    wait_for(lambda: sock.fileno() == -1, "its thread has closed it")
 
 
 def test_a_client_whose_process_ends_is_lost(town: City) -> None:

@@ -32,10 +32,19 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
 
 
-def close(sock: socket.socket) -> None:
-    """From any thread: whoever reads or writes it wakes up with an error."""
+def wake(sock: socket.socket) -> None:
+    """End a connection that another thread reads or writes: it gets an error, and closes it.
+
+    Were it closed here, a new connection could have its number before that thread has noticed, and TLS would write into
+    that one.
+    """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def close(sock: socket.socket) -> None:
+    """End a connection that no other thread uses."""
+    wake(sock)
     with contextlib.suppress(OSError):
         sock.close()
 

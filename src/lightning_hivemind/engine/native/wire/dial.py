@@ -48,10 +48,12 @@ def _greet(
     plain: socket.socket, introduction: Introduction, greeting: Kind, context: ssl.SSLContext | None, timeout_s: float
 ) -> socket.socket:
     tune(plain, timeout_s)
-    sock: socket.socket = plain
-    if context is not None:
-        secure = context.wrap_socket(plain)
-        check_pinned(secure, introduction.fingerprint)
-        sock = secure
-    write(sock, Header(kind=greeting, length=len(introduction.token)), (introduction.token,))
+    sock = plain if context is None else context.wrap_socket(plain)
+    try:
+        if isinstance(sock, ssl.SSLSocket):
+            check_pinned(sock, introduction.fingerprint)
+        write(sock, Header(kind=greeting, length=len(introduction.token)), (introduction.token,))
+    except BaseException:
+        close(sock)
+        raise
     return sock

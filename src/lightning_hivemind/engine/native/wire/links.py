@@ -18,6 +18,7 @@ from lightning_hivemind.engine.native.wire.connection import (
     close,
     read_exactly,
     tune,
+    wake,
     why,
 )
 from lightning_hivemind.engine.native.wire.dial import dial
@@ -146,6 +147,8 @@ class Links:
         try:
             inlet.sock = self._handshake(inlet.sock)
             greeting, peer = self._identify(inlet.sock)
+            if self._closed:  # while it was nobody's
+                raise ConnectionAbortedError("closing")
             inlet.sock.settimeout(self._detect_s)
         except (OSError, WireError) as error:
             self._ended(inlet, error)
@@ -256,7 +259,7 @@ class Links:
             return outlet
 
     def _introduced(self, peer: PeerId, dials: bool) -> Introduction:
-        introduction = self._introduce(peer, dials)
+        introduction = self._introduce(peer, dials and self._listener is not None)
         if not introduction.endpoints and self._listener is None:
             raise Gone("neither of the two accepts connections (client_mode)")
         return introduction
@@ -282,7 +285,7 @@ class Links:
         if outlet is not None:
             outlet.close()
         for inlet in inlets:
-            close(inlet.sock)
+            wake(inlet.sock)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Close everything; threads end within ``timeout_s``. Safe to call twice."""
@@ -295,7 +298,7 @@ class Links:
         for outlet in outlets:
             outlet.close()
         for inlet in inlets:
-            close(inlet.sock)
+            wake(inlet.sock)
         deadline = time.monotonic() + timeout_s
         for outlet in outlets:
             with contextlib.suppress(RuntimeError):  # closed from its own thread

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import close, pieces, why, write
+from lightning_hivemind.engine.native.wire.connection import close, pieces, wake, why, write
 from lightning_hivemind.engine.native.wire.dial import Endpoint, dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Introduce, Payload, PeerId
@@ -93,9 +93,10 @@ class Outlet:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            for sock in (self._sock, self._given):
-                if sock is not None:
-                    close(sock)
+            if self._sock is not None:
+                wake(self._sock)
+            if self._given is not None:
+                close(self._given)
             self._changed.notify()
 
     def join(self, timeout_s: float) -> None:
