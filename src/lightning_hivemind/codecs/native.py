@@ -11,14 +11,10 @@ import hivemind.compression
 class NativeCompression(hivemind.compression.CompressionBase):  # type: ignore[misc]
     """Can be given as an argument, and not be sent to peers of hivemind."""
 
-    def compress(self, tensor: Any, info: Any, allow_inplace: bool = False) -> Any:
+    def _refuse(self, *given: Any, **options: Any) -> Any:
         raise NotImplementedError(f'{type(self).__name__} has no wire format of hivemind; use engine="native"')
 
-    def extract(self, serialized_tensor: Any) -> Any:
-        raise NotImplementedError(f'{type(self).__name__} has no wire format of hivemind; use engine="native"')
-
-    def estimate_compression_ratio(self, info: Any) -> float:
-        raise NotImplementedError(f'{type(self).__name__} has no wire format of hivemind; use engine="native"')
+    compress = extract = estimate_compression_ratio = _refuse
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -190,3 +190,25 @@ def test_work_that_takes_long_is_not_taken_for_a_process_that_stood_still(runs: 
     run.contribute({"a": TARGET})
     run.wait_for_commit(1)
     assert run.trainees["a"].returns == []
+
+
+def test_a_process_that_stands_still_while_it_works_gives_up_what_it_leads(
+    runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(["a"], Layout(1000), secure=False)
+    runs.append(run)
+    trainee, driver = run.trainees["a"], run.drivers["a"]
+    answers = iter([True])
+    asked: list[bool] = []
+    give = trainee.give
+
+    def stands_still() -> Given:
+        found = give()
+        monkeypatch.setattr(driver._wakefulness, "stood_still", lambda: asked.append(True) or next(answers, False))
+        return found
+
+    monkeypatch.setattr(trainee, "give", stands_still)
+    run.contribute({"a": TARGET})
+    run.wait_for_commit(1)
+    assert asked
+    assert trainee.returns == ["this peer was suspended"]

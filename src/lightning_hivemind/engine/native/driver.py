@@ -205,10 +205,9 @@ class Driver:
                 log.exception("an event of the rounds' thread failed")
 
     def _see_to(self, event: Callable[[float], None]) -> None:
-        self._stay_awake()
-        event(time.monotonic())
+        event(self._now())
         self._carry_out()
-        self._answer_call(time.monotonic())
+        self._answer_call(self._now())
         peer = self._peer
         self.status = Status(
             head=peer.head,
@@ -253,12 +252,15 @@ class Driver:
         while actions := self._peer.take():
             for action in actions:
                 self._do(action)
-                self._stay_awake()
 
-    def _stay_awake(self) -> None:
-        """What took long was work of this thread, unless the whole process stood still."""
-        if not self._wakefulness.stood_still():
-            self._peer.awake(time.monotonic())
+    def _now(self) -> float:
+        """The time of an event: what took long since the last was this thread's work, or the process stood still."""
+        now = time.monotonic()
+        if self._wakefulness.stood_still():
+            self._peer.suspended(now)
+        else:
+            self._peer.awake(now)
+        return now
 
     def _do(self, action: Action) -> None:
         match action:
@@ -266,7 +268,7 @@ class Driver:
                 data = encode(message)
                 self._out.send(to, Header(kind=Kind.MESSAGE, length=len(data)), (data,))
             case Called(round=round_id):
-                now = time.monotonic()
+                now = self._now()
                 self._called = (round_id, self._training.called(now))
             case Begun(plan=plan):
                 if (exchange := self._exchanges.get(plan.round)) is not None:
@@ -281,25 +283,24 @@ class Driver:
                 exchange = self._end_exchange(commit.round)
                 self._given = self._called = None
                 self._training.committed(commit, exchange.result if complete and exchange is not None else None)
-                self._count(time.monotonic())
+                self._count(self._now())
             case GiveUp(round=round_id, reason=reason):
                 exchange = self._end_exchange(round_id)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
                     self._given = self._called = None
                     self._training.returned(reason, begun=exchange is not None and exchange.begun)
             case CatchUp(head=head, commits=commits):
-                self._follow(head, commits, time.monotonic())
+                self._follow(head, commits, self._now())
             case Note(what=what, peer=peer):
                 log.info("round: %s%s", what, f" ({peer})" if peer else "")
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()
-        self._stay_awake()
         while len(self._exchanges) >= MOST_EXCHANGES:
             self._exchanges.pop(next(iter(self._exchanges)))
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
         self._given = round_id
-        self._peer.join(round_id, replace(given.offer, bandwidth=self._out.upload_rate), time.monotonic())
+        self._peer.join(round_id, replace(given.offer, bandwidth=self._out.upload_rate), self._now())
 
     @property
     def _out(self) -> Links:
@@ -316,7 +317,7 @@ class Driver:
             return
         if action.to == self._peer.me:
             exchange.keep_own(action.chunk)
-            self._peer.input_arrived(action.round, action.chunk, self._peer.me, time.monotonic())
+            self._peer.input_arrived(action.round, action.chunk, self._peer.me, self._now())
             return
         data = exchange.input(action.chunk)
         header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data))
@@ -329,10 +330,9 @@ class Driver:
         try:
             exchange.reduce(action.chunk, action.contributions)
         except UnusableInput as unusable:
-            self._peer.refuse(action.round, unusable.peer, unusable.reason, time.monotonic())
+            self._peer.refuse(action.round, unusable.peer, unusable.reason, self._now())
         else:
-            self._stay_awake()
-            self._peer.reduced(action.round, action.chunk, action.version, time.monotonic())
+            self._peer.reduced(action.round, action.chunk, action.version, self._now())
 
     def _send_result(self, action: SendResult) -> None:
         exchange = self._exchanges.get(action.round)
@@ -351,5 +351,5 @@ class Driver:
             if peer != self._peer.me:
                 self._out.send(peer, header, (data,))
                 continue
-            digest, now = checksum.to_bytes(4, "big"), time.monotonic()
+            digest, now = checksum.to_bytes(4, "big"), self._now()
             self._peer.result_arrived(action.round, action.chunk, action.version, digest, peer, now)

@@ -101,12 +101,16 @@ class LowRank:
     ) -> None:
         self._memory = memory or Memory()
         self.name = f"PowerSGD of rank {rank} where it saves {min_compression_ratio:g}"
-        self._matrices, self._plain = _lay_out(shapes, rank, min_compression_ratio)
+        self._matrices, plain = _lay_out(shapes, rank, min_compression_ratio)
         gradients = sum(math.prod(shape) for shape in shapes)
         factors = max(sum(math.prod(one.factor(parity)) for one in self._matrices) for parity in (0, 1))
         self._elements = gradients + sum(rest)
-        self.sizes = [factors, *(span.stop - span.start for span in self._plain), *rest]
-        self._plain.append(slice(gradients, self._elements))
+        self.sizes = [factors, *(span.stop - span.start for span in plain), *rest]
+        #: where what is averaged as it is lies in the flat vector, and where in what is averaged
+        self._plain: list[tuple[slice, slice]] = []
+        start = factors
+        for span in (*plain, slice(gradients, self._elements)):
+            self._plain.append((span, slice(start, start := start + span.stop - span.start)))
         self._lock = threading.Lock()
         #: what the factors left out of this peer's sums of gradients, and what they leave out with what is given now
         self._left = torch.zeros(sum(one.elements for one in self._matrices))
@@ -160,10 +164,8 @@ class LowRank:
                 torch.add(left, one.of(mean, epoch), alpha=samples, out=total)
                 torch.matmul(total, basis, out=factor)
                 factor.div_(samples)
-            start = self.sizes[0]
-            for span in self._plain:
-                packed[start : start + span.stop - span.start] = mean[span]
-                start += span.stop - span.start
+            for whole, part in self._plain:
+                packed[part] = mean[whole]
             self._given = _Given(number, epoch, samples, factors, bases)
             return packed
 
@@ -200,10 +202,8 @@ class LowRank:
         pairs = zip(self._factors(average, epoch), self._factors(bases, epoch - 1), strict=True)
         for (one, factor), (_, basis) in pairs:
             one.of(whole, epoch).copy_(_rounded(factor.double() @ basis.double().t(), GRADIENT_BITS))
-        start = self.sizes[0]
-        for span in self._plain:
-            whole[span] = average[start : start + span.stop - span.start]
-            start += span.stop - span.start
+        for span, part in self._plain:
+            whole[span] = average[part]
         return whole, following
 
     # ------------------------------------------------------------------ private

@@ -185,6 +185,16 @@ class Peer:
             self._report(now)
         self._settle(now)
 
+    def awake(self, now: float) -> None:
+        """Until now this process did not stand still: what took long since the last event was its own work."""
+        self._last = now
+
+    def suspended(self, now: float) -> None:
+        """This process stood still until now: the others may have gone on without it."""
+        self._last = now
+        self._rounds.leadership.suspended(now)
+        self._settle(now)
+
     # ------------------------------------------------------------------ what other peers say
 
     def receive(self, sender: PeerId, message: Message, now: float) -> None:
@@ -267,10 +277,6 @@ class Peer:
         self._reported = head = self._standing.settled
         if head is not None and (candidate := self._roster.candidate(head)) != self.me:
             self._emit(Send(to=candidate, message=self._roster.progress(head)))
-
-    def awake(self, now: float) -> None:
-        """Until now this process did not stand still: what took long since the last event was its own work."""
-        self._last = now
 
     def _begin(self, now: float) -> None:
         """Before every event: was this process suspended? (It is called several times within ``detect_s``.)"""
