@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hivemind.argument_checks import refusal
-from lightning_hivemind.network.addresses import check_announced, check_listened, check_peers
+from lightning_hivemind.network.addresses import check_announced, check_listened, check_peers, reach
 
 _KNOWN = "leave it away: the strategy knows it"
 #: keywords of hivemind's averagers that a user may set through ``averager_opts``
@@ -223,9 +223,9 @@ def _averagers(values: Values) -> None:
 def _native(values: Values) -> None:
     """What the native engine does not have (yet): refused, never ignored."""
     if values["engine"] != "native":
-        if values["max_staleness"] != 1:
-            wrong = 'only engine="native" keeps late gradients'
-            raise refusal("max_staleness", values["max_staleness"], wrong, 'leave it away, or use engine="native"')
+        for name, (default, wrong) in _ONLY_NATIVE.items():
+            if values[name] != default:
+                raise refusal(name, values[name], wrong, 'leave it away, or use engine="native"')
         for name in ("grad_compression", "state_averaging_compression", "load_state_compression"):
             if values[name] is not None:
                 _sent_by_hivemind(name, values[name])
@@ -248,6 +248,11 @@ def _sent_by_hivemind(name: str, codec: Any) -> None:
         raise refusal(name, codec, wrong, 'use engine="native", or Float16Compression() or Uniform8BitQuantization()')
 
 
+#: arguments that only engine="native" has: the values that change nothing, and why.
+_ONLY_NATIVE: Mapping[str, tuple[Any, str]] = {
+    "max_staleness": (1, 'only engine="native" keeps late gradients'),
+    "insecure_lan": (False, "hivemind encrypts everything"),
+}
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.
 #: ``average_opt_statistics`` and ``state_averaging_compression`` need nothing: peers are equal to the last bit after
 #: every step. ``average_state_every`` says how often they make sure (engine/native/agreement.py).
@@ -273,6 +278,10 @@ def _addresses(values: Values, peers_from: str) -> None:
     check_peers("trusted_relays", values["trusted_relays"])
     check_listened("host_maddrs", values["host_maddrs"] or ())
     check_announced("announce_maddrs", values["announce_maddrs"])
+    for address in (*values["initial_peers"], *values["announce_maddrs"]) if values["insecure_lan"] else ():
+        if address.startswith("/ip") and reach(address) == "public":
+            wrong = f"{address} is a public address, and everybody on the way could read and change what is sent"
+            raise refusal("insecure_lan", True, wrong, "leave it away, or give private addresses only")
 
 
 def _network(values: Values, peers_from: str) -> None:

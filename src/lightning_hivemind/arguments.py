@@ -168,6 +168,10 @@ class Arguments:
     client_mode: bool = _argument(None, check.optional(check.flag))
     """Accept no incoming connections. Set it behind a firewall that cannot be opened. ``None``: no."""
 
+    insecure_lan: bool = _argument(False, check.flag)
+    """Only with ``engine="native"``: gradients and states are sent in the clear, between private addresses only; equal
+    on all peers. Set it where nobody else can read or write the network, if rounds wait for processors that encrypt."""
+
     use_relay: bool = _argument(True, check.flag)
     """Reach peers behind NAT through relays."""
 

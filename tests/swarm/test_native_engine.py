@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from swarm.checks import assert_complete, assert_ledger, together
-from swarm.harness import Swarm
+from swarm.harness import START_S, Swarm
 from swarm.replay import distance, next_step, replay
-from swarm.spec import ENDLESS
+from swarm.spec import ENDLESS, PeerSpec
 
 pytestmark = pytest.mark.swarm
 
@@ -48,6 +48,23 @@ def test_with_compression_peers_are_still_bit_identical(swarm: Swarm, codec: str
     assert_complete(peers, range(1, 6))
     assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, 6))
     assert 1e-7 < distance(peers[0].parameters(1), replay(peers, 1)[1]) < 1e-2
+
+
+def test_in_a_network_of_one_s_own_peers_may_send_in_the_clear(swarm: Swarm) -> None:
+    peers = swarm.start(2, strategy={"insecure_lan": True}, trainer={"max_steps": 4}, delay_s=0.02)
+    swarm.finish()
+    assert_complete(peers, range(1, 5))
+    assert all("insecure_lan=True: gradients and states are sent in the clear" in peer.output for peer in peers)
+
+
+def test_who_encrypts_does_not_train_with_who_does_not(swarm: Swarm) -> None:
+    (founder,) = swarm.start(1, together=False, hold_at=[1])
+    founder.wait_for("holding")
+    other = swarm.launch(PeerSpec(strategy={"initial_peers": swarm.addresses(), "insecure_lan": True}))
+    error = other.wait_for("raised", timeout_s=START_S)
+    assert error["kind"] == "SchemaMismatchError", error["trace"]
+    assert "in the clear" in error["text"]
+    other.wait_exit(code=1)
 
 
 def test_a_killed_peer_costs_two_seconds_and_nothing_else(swarm: Swarm) -> None:

@@ -131,6 +131,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run_id": 3}, "run_id=3: a int is not text"),
     ({"engine": "gloo"}, "engine='gloo': is unknown; choose one of 'hivemind', 'native'"),
     ({"max_staleness": 4}, 'leave it away, or use engine="native"'),
+    ({"insecure_lan": True}, 'hivemind encrypts everything; leave it away, or use engine="native"'),
+    (
+        {"engine": "native", "insecure_lan": True, "announce_maddrs": ["/ip4/8.8.8.8/tcp/4000"]},
+        "/ip4/8.8.8.8/tcp/4000 is a public address, and everybody on the way could read and change what is sent",
+    ),
     ({"engine": "native", "tracker_opts": {"min_refresh_period": 1.0}}, 'leave it away, or use engine="hivemind"'),
     ({"grad_compression": BFloat16Compression()}, "hivemind has no wire format for BFloat16Compression; use engine="),
     (

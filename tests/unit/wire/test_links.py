@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.errors import WireError
 from swarm.town import WAIT_S, Town, wait_for
 
@@ -209,6 +211,18 @@ def test_a_stranger_is_shown_out_and_nobody_else_notices(town: City, garbage: by
     first.send("second", Header(kind=Kind.INPUT, length=2), (b"hi",))
     wait_for(lambda: town.ledgers["second"].frames, "a frame")
     assert town.ledgers["second"].losses == []
+
+
+def test_nothing_goes_to_a_public_address_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No public address can be reached here: one is put in the place of the socket's."""
+    monkeypatch.setattr(socket.socket, "getpeername", lambda _: ("8.8.8.8", 4000), raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = Introduction(endpoints=(server.getsockname()[:2],), fingerprint=b"", token=b"secret")
+        with pytest.raises(WireError, match="a public address, and insecure_lan=True sends in the clear"):
+            dial(there, Kind.HELLO, context=None, timeout_s=WAIT_S)
+        accepted, _ = server.accept()
+        with accepted:
+            assert accepted.recv(100) == b""
 
 
 def test_a_token_serves_once() -> None:

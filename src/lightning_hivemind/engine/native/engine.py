@@ -102,7 +102,8 @@ class NativeEngine:
         what = "parameters" if self._a.use_local_updates else "gradients"
         low_rank = self._stepper.low_rank
         what += f" by {low_rank.name}," if low_rank is not None else ""
-        schema = [*self._training.schema, f"engine native, {what} {self._coding.name}"]
+        clear = ", in the clear" if self._a.insecure_lan else ""
+        schema = [*self._training.schema, f"engine native, {what} {self._coding.name}{clear}"]
         self._records = SwarmRecords(self._a, self._network, schema)
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)

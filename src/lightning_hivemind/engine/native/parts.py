@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from lightning_hivemind.engine.native.wire.tls import Certificate
 from lightning_hivemind.errors import AddressError
 from lightning_hivemind.network.addresses import parse_address
 from lightning_hivemind.network.daemon import PeerNetwork
+
+log = logging.getLogger("lightning_hivemind")
 
 DETECT_S = 2.0
 INTRODUCTION_S = 5.0
@@ -83,14 +86,20 @@ def build(
     pace = Pace(arguments.target_batch_size, longest_s=waits_s)
     handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)
-    certificate = Certificate.create()
+    certificate = None if arguments.insecure_lan else Certificate.create()
+    if certificate is None:
+        log.warning(
+            "insecure_lan=True: gradients and states are sent in the clear; who can reach the network between the peers"
+            " can read and change them"
+        )
     introductions: list[Introductions] = []
     links = Links(
         driver, certificate=certificate, introduce=lambda *asked: introductions[0].introduce(*asked), detect_s=DETECT_S
     )
     port = _listen(links, arguments) if reduces else None
+    fingerprint = b"" if certificate is None else certificate.fingerprint
     asks = Introductions(
-        network.dht, arguments.run_id, links, fingerprint=certificate.fingerprint, port=port, timeout_s=INTRODUCTION_S
+        network.dht, arguments.run_id, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S
     )
     introductions.append(asks)
     donor, downloads = Donor(links.send, copy_state), Downloads(links.send, arguments.next_chunk_timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import ssl
 
@@ -21,7 +22,7 @@ def dial(
 
     Args:
         greeting: HELLO or REVERSED.
-        context: None connects in the clear.
+        context: None connects in the clear, to private addresses only.
         timeout_s: for each endpoint, and of the connection.
 
     Raises:
@@ -47,6 +48,9 @@ def dial(
 def _greet(
     plain: socket.socket, introduction: Introduction, greeting: Kind, context: ssl.SSLContext | None, timeout_s: float
 ) -> socket.socket:
+    host = plain.getpeername()[0].partition("%")[0]
+    if context is None and ipaddress.ip_address(host).is_global:
+        raise WireError(f"{host} is a public address, and insecure_lan=True sends in the clear")
     tune(plain, timeout_s)
     sock = plain if context is None else context.wrap_socket(plain)
     try:
