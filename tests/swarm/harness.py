@@ -275,7 +275,8 @@ class Peer:
         """Stop the whole tree where it is (as a laptop that sleeps); returns when every process stands still."""
         pids = descendants(self.supervisor)
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):  # one that has just ended
+                os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: all(state_of(p) in ("T", "") for p in pids), timeout_s=30, what=f"{self.name} is frozen")
         assert state_of(self.pid) == "T"
 
@@ -283,7 +284,8 @@ class Peer:
         """Let a frozen peer go on."""
         assert state_of(self.pid) == "T", "only what is frozen can be thawed"
         for pid in descendants(self.supervisor):
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
         wait_until(lambda: state_of(self.pid) != "T", timeout_s=30, what=f"{self.name} is thawed")
 
     def signal(self, number: int, *, group: bool = False) -> None:

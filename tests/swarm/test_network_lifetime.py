@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ class Scene:
 
     def left(self) -> list[str]:
         found = [f"process {pid}: {command}" for pid, command in self.before.processes.items() if is_alive(pid)]
-        if os.path.exists(self.up["directory"]):
+        with contextlib.suppress(FileNotFoundError):  # it may go while it is looked at
             found.append(f"directory {self.up['directory']}: {os.listdir(self.up['directory'])}")
         return found + still_there(self.before)
 
