@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RoleAdaptiveCompression,
         ScaledFloat16Compression,
         SizeAdaptiveCompression,
+        TopKCompression,
         Uniform8BitQuantization,
     )
     from lightning_hivemind.errors import LightningHivemindError
@@ -40,6 +41,7 @@ _HOMES = {
     "RoleAdaptiveCompression": "codecs",
     "ScaledFloat16Compression": "codecs",
     "SizeAdaptiveCompression": "codecs",
+    "TopKCompression": "codecs",
     "Uniform8BitQuantization": "codecs",
 }
 
@@ -58,6 +60,7 @@ __all__ = [
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
     "SizeAdaptiveCompression",
+    "TopKCompression",
     "Uniform8BitQuantization",
     "__version__",
 ]

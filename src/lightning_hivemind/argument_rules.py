@@ -230,6 +230,9 @@ def _native(values: Values) -> None:
             if values[name] is not None:
                 _sent_by_hivemind(name, values[name])
         return
+    for name in ("grad_compression", "state_averaging_compression"):
+        if values[name] is not None:
+            _left_out_can_be_sent_later(name, values)
     local = _NOT_WITH_LOCAL_UPDATES if values["use_local_updates"] else {}
     if values["grad_averager_factory"] is not None:
         from lightning_hivemind.codecs.powersgd import read_factory  # imports hivemind
@@ -246,6 +249,20 @@ def _sent_by_hivemind(name: str, codec: Any) -> None:
     for part in native_parts(codec):
         wrong = f"hivemind has no wire format for {type(part).__name__}"
         raise refusal(name, codec, wrong, 'use engine="native", or Float16Compression() or Uniform8BitQuantization()')
+
+
+def _left_out_can_be_sent_later(name: str, values: Values) -> None:
+    from lightning_hivemind.codecs.native import TopKCompression, native_parts  # imports hivemind
+
+    if not any(isinstance(part, TopKCompression) for part in native_parts(values[name])):
+        return
+    wrong = "what TopKCompression leaves out is sent later, with gradients as they are"
+    fix = "use another codec, such as Blockwise4BitQuantization()"
+    if name != "grad_compression":
+        raise refusal(name, values[name], wrong, fix)
+    for other in ("grad_averager_factory", "auxiliary"):
+        if values[other]:
+            raise refusal(name, values[name], f"{wrong}, which {other}={values[other]!r} does not have", fix)
 
 
 #: arguments that only engine="native" has: the values that change nothing, and why.

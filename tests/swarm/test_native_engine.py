@@ -40,7 +40,13 @@ def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(
 
 
 @pytest.mark.parametrize(
-    "codec", ["Float16Compression()", "Uniform8BitQuantization()", "ours.Blockwise4BitQuantization()"]
+    "codec",
+    [
+        "Float16Compression()",
+        "Uniform8BitQuantization()",
+        "ours.Blockwise4BitQuantization()",
+        "ours.TopKCompression(share=1/8)",
+    ],
 )
 def test_with_compression_peers_are_still_bit_identical(swarm: Swarm, codec: str) -> None:
     peers = swarm.start(2, strategy_code={"grad_compression": codec}, trainer={"max_steps": 5}, delay_s=0.02)

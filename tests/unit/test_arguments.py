@@ -24,6 +24,7 @@ from lightning_hivemind.codecs import (
     Float16Compression,
     PowerSGDGradientAverager,
     SizeAdaptiveCompression,
+    TopKCompression,
 )
 from lightning_hivemind.errors import ArgumentError, LightningHivemindError
 
@@ -141,6 +142,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"state_averaging_compression": SizeAdaptiveCompression(9, Float16Compression(), Blockwise4BitQuantization())},
         "hivemind has no wire format for Blockwise4BitQuantization",
+    ),
+    ({"grad_compression": TopKCompression()}, "hivemind has no wire format for TopKCompression"),
+    (
+        {"engine": "native", "use_local_updates": True, "state_averaging_compression": TopKCompression()},
+        "is sent later, with gradients as they are; use another codec",
+    ),
+    (
+        {
+            "engine": "native",
+            "auxiliary": True,
+            "grad_compression": SizeAdaptiveCompression(9, None, TopKCompression()),
+        },
+        "which auxiliary=True does not have; use another codec",
+    ),
+    (
+        {"engine": "native", "grad_averager_factory": LOW_RANK(averager_rank=4), "grad_compression": TopKCompression()},
+        "which grad_averager_factory=",
     ),
     ({"engine": "native", "grad_averager_factory": dict}, "averages by itself, and takes PowerSGD only"),
     (

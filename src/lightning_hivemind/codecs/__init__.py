@@ -37,7 +37,7 @@ from lightning_hivemind.codecs import powersgd
 from lightning_hivemind.codecs.blockwise import BlockwiseQuantization
 from lightning_hivemind.codecs.floating import Float16Compression, ScaledFloat16Compression
 from lightning_hivemind.codecs.mapping import install, map_codec
-from lightning_hivemind.codecs.native import BFloat16Compression, Blockwise4BitQuantization
+from lightning_hivemind.codecs.native import BFloat16Compression, Blockwise4BitQuantization, TopKCompression
 from lightning_hivemind.codecs.quantile import Quantile8BitQuantization
 from lightning_hivemind.codecs.uniform import Uniform8BitQuantization
 
@@ -57,6 +57,7 @@ __all__ = [
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
     "SizeAdaptiveCompression",
+    "TopKCompression",
     "Uniform8BitQuantization",
     "map_codec",
 ]

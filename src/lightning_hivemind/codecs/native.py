@@ -7,6 +7,11 @@ from typing import Any
 
 import hivemind.compression
 
+from lightning_hivemind.errors import ArgumentError
+
+#: of top-k: see engine/native/codecs/sparse.py
+_BLOCK = 256
+
 
 class NativeCompression(hivemind.compression.CompressionBase):  # type: ignore[misc]
     """Can be given as an argument, and not be sent to peers of hivemind."""
@@ -29,6 +34,22 @@ class Blockwise4BitQuantization(NativeCompression):
 
     0.56 bytes per value. Meant for changes of parameters over many batches; for gradients of single steps it is coarse.
     """
+
+
+class TopKCompression(NativeCompression):
+    """The largest values in float16, the others zero: ``share`` of them, 3 bytes for each.
+
+    What is left out is added to what this peer sends next, so nothing is lost, only late. For gradients.
+    """
+
+    def __init__(self, share: float = 1 / 32) -> None:
+        if type(share) not in (int, float) or not 1 / _BLOCK <= share <= 1:
+            raise ArgumentError(f"share={share!r}: give a number from 1/{_BLOCK} to 1, such as 1/32")
+        #: of each 256 neighbours
+        self.kept = round(share * _BLOCK)
+
+    def __repr__(self) -> str:
+        return f"TopKCompression({self.kept}/{_BLOCK})"
 
 
 def native_parts(codec: Any) -> Iterator[NativeCompression]:

@@ -50,7 +50,7 @@ class Trainee:
     def returned(self, reason: str, *, begun: bool) -> None:
         self.returns.append(reason)
 
-    def committed(self, commit: Commit, average: Tensor | None) -> None:
+    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
         self.commits.append(commit)
         self.averages.append(average)
         self.samples = 0

@@ -5,27 +5,102 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hivemind.engine.native.codecs import Exact
+from lightning_hivemind.engine.native.codecs import ChunkCodec, Exact, TopK
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.exchange import Exchange
 from lightning_hivemind.engine.native.layout import Layout
-from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
-from lightning_hivemind.engine.native.protocol.plan import make_plan
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.plan import Plan, make_plan
 
 SPAN = Layout.span
+LAYOUT = Layout(2 * 512, chunk_elements=512)
+SAMPLES = {"a": 3, "b": 5}
 
 
-def test_a_result_that_arrives_while_a_newer_plan_begins_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(
+def plan_of(samples: dict[str, int], reducers: str = "ab", members: str = "abc") -> Plan:
+    """Who has samples gives; two chunks are reduced."""
+    return make_plan(
         b"r" * 16,
         Head.root("run", "a"),
         "a",
-        members=["a", "b", "c"],
-        contributions=[Contribution(peer=peer, number=1, samples=1) for peer in "ab"],
-        bandwidths={"a": 1.0, "b": 1.0},
+        members=list(members),
+        contributions=[Contribution(peer=peer, number=1, samples=count) for peer, count in samples.items()],
+        bandwidths=dict.fromkeys(reducers, 1.0),
         chunks=2,
         stop=False,
     )
+
+
+def exchange_all(exchanges: dict[str, Exchange], plan: Plan) -> Commit:
+    """What the driver and the connections do in a round without a fault."""
+    for exchange in exchanges.values():
+        exchange.begin(plan)
+    for chunk, owner in enumerate(plan.owners):
+        for peer in plan.contributors:
+            if peer == owner:
+                exchanges[owner].keep_own(chunk)
+            else:
+                exchanges[owner].keep(chunk, peer, exchanges[peer].input(chunk))
+        exchanges[owner].reduce(chunk, plan.contributions)
+        data, _ = exchanges[owner].reduced(chunk)
+        for peer, exchange in exchanges.items():
+            if peer != owner:
+                exchange.take(chunk, plan.version, owner, data)
+    return Commit(round=plan.round, parent=plan.parent, contributions=plan.contributions, digest=b"d")
+
+
+def random(seed: int) -> torch.Tensor:
+    return torch.randn(LAYOUT.elements, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("codecs", [[TopK(8), TopK(8)], [Exact(), TopK(4)]], ids=["both chunks", "one"])
+def test_nothing_is_lost_of_what_top_k_leaves_out(codecs: list[ChunkCodec]) -> None:
+    given = {peer: random(seed) for seed, peer in enumerate(SAMPLES)}
+    exchanges = {peer: Exchange(LAYOUT, codecs, peer, values) for peer, values in given.items()}
+    commit = exchange_all(exchanges, plan_of(SAMPLES))
+    assert torch.equal(exchanges["a"].result, exchanges["b"].result)
+    total = sum(count * given[peer] for peer, count in SAMPLES.items())
+    rest = sum(exchange.left_out(commit) for exchange in exchanges.values())
+    torch.testing.assert_close(8 * exchanges["a"].result + rest, total, rtol=1e-5, atol=1e-5)
+    assert int((exchanges["a"].result[512:] != 0).sum()) <= 2 * 8
+
+
+def test_who_gives_nothing_keeps_what_it_has_left_out_of_the_averages() -> None:
+    exchanges = {
+        "a": Exchange(LAYOUT, [TopK(8)] * 2, "a", random(0)),
+        "b": Exchange(LAYOUT, [TopK(8)] * 2, "b", random(1)),
+        "c": Exchange(LAYOUT, [TopK(8)] * 2, "c", None),
+    }
+    plan = plan_of(SAMPLES, reducers="c")
+    assert set(plan.owners) == {"c"}
+    commit = exchange_all(exchanges, plan)
+    rests = {peer: exchange.left_out(commit) for peer, exchange in exchanges.items()}
+    assert rests["c"] is not None
+    assert bool(rests["c"].any())
+    total = 3 * random(0) + 5 * random(1)
+    torch.testing.assert_close(8 * exchanges["a"].result + sum(rests.values()), total, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+
+
+def test_a_gradient_that_is_not_finite_and_was_refused_is_not_left_out_but_forgotten() -> None:
+    values = random(0)
+    values[3] = float("nan")
+    exchanges = {peer: Exchange(LAYOUT, [TopK(8)] * 2, peer, random(1)) for peer in SAMPLES}
+    exchanges["a"] = Exchange(LAYOUT, [TopK(8)] * 2, "a", values)
+    exchanges["a"].input(0)
+    commit = exchange_all(exchanges, plan_of({"b": 5}))
+    rest = exchanges["a"].left_out(commit)
+    assert rest is not None
+    assert bool(torch.isfinite(rest).all())
+
+
+def test_codecs_that_send_everything_leave_out_nothing() -> None:
+    exchanges = {peer: Exchange(LAYOUT, [Exact()] * 2, peer, random(0)) for peer in SAMPLES}
+    commit = exchange_all(exchanges, plan_of(SAMPLES))
+    assert exchanges["a"].left_out(commit) is None
+
+
+def test_a_result_that_arrives_while_a_newer_plan_begins_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(SAMPLES)
     newer = plan.without(frozenset({"c"}))
     assert newer.since == plan.since, "c has given nothing"
     exchange = Exchange(Layout(8, chunk_elements=4), [Exact(), Exact()], "a", None)

@@ -103,6 +103,32 @@ def test_what_is_committed_is_gone_and_the_rest_is_kept(gradients: Gradients) ->
     assert values.tolist() == [4.0] * 10
 
 
+def test_what_was_left_out_is_added_to_what_is_given_next(gradients: Gradients) -> None:
+    """(By sums: 6 samples that left out 0.5 each weigh as much as 3 that left out 1.)"""
+    add(gradients, 1.0, 6)
+    mine, _ = given(gradients)
+    gradients.committed([mine], 1, torch.full((10,), 3.0))
+    add(gradients, 4.0, 2, epoch=1)
+    for _ in range(2):
+        mine, values = given(gradients)
+        assert values.tolist() == [5.5] * 10
+        gradients.returned()  # the round came to nothing, and changes nothing
+    given(gradients)
+    gradients.committed([], 2, torch.full((10,), 1.0))  # not in the commit, but it has reduced for it
+    mine, values = given(gradients)
+    assert values.tolist() == [6.0] * 10
+    gradients.committed([mine], 3, torch.zeros(10))
+    add(gradients, 4.0, 2, epoch=3)
+    assert given(gradients)[1].tolist() == [4.0] * 10
+
+
+def test_who_loses_track_of_its_contributions_forgets_what_was_left_out(gradients: Gradients) -> None:
+    gradients.committed([], 1, torch.full((10,), 3.0))
+    gradients.moved(7)
+    add(gradients, 4.0, 2, epoch=7)
+    assert given(gradients)[1].tolist() == [4.0] * 10
+
+
 def test_a_commit_without_this_peer_leaves_its_gradients_until_they_are_too_old(gradients: Gradients) -> None:
     add(gradients, 1.0, 6, epoch=0)
     given(gradients)

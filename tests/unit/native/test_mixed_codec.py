@@ -16,6 +16,7 @@ from lightning_hivemind.engine.native.codecs.mixed import Mixed, per_chunk
 from lightning_hivemind.errors import ArgumentError
 
 theirs = pytest.importorskip("hivemind.compression")
+TopKCompression = pytest.importorskip("lightning_hivemind.codecs").TopKCompression
 
 CODECS = [Exact(), ScaledFloat16(), Uniform8Bit(), Blockwise4Bit(block=3)]
 TENSORS = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(CODECS)), min_size=1, max_size=12)
@@ -81,3 +82,16 @@ def test_unlike_choices_have_unlike_names() -> None:
     names = {map_codec(theirs.SizeAdaptiveCompression(size, less, more), "x").name for size in (10, 11)}
     names.add(map_codec(theirs.SizeAdaptiveCompression(10, more, less), "x").name)
     assert len(names) == 3
+
+
+def test_top_k_is_mapped_with_its_share_also_as_a_part() -> None:
+    assert map_codec(TopKCompression(share=1 / 32), "grad_compression").name == "top 8 of 256"
+    coding = map_codec(theirs.SizeAdaptiveCompression(9, None, TopKCompression()), "grad_compression")
+    codecs = per_chunk(coding.of_all([4, 4, 20]), [slice(0, 8), slice(8, 28), slice(0, 0)])
+    assert [codec.leaves_out for codec in codecs[:2]] == [False, True]
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-3, 1.5, True, "1/32"])
+def test_a_share_that_top_k_cannot_keep_is_refused(share: object) -> None:
+    with pytest.raises(ArgumentError, match=r"give a number from 1/256 to 1, such as 1/32"):
+        TopKCompression(share=share)  # type: ignore[arg-type]

@@ -282,7 +282,10 @@ class Driver:
             case Apply(commit=commit, complete=complete):
                 exchange = self._end_exchange(commit.round)
                 self._given = self._called = None
-                self._training.committed(commit, exchange.result if complete and exchange is not None else None)
+                if complete and exchange is not None:
+                    self._training.committed(commit, exchange.result, exchange.left_out(commit))
+                else:
+                    self._training.committed(commit, None, None)
                 self._count(self._now())
             case GiveUp(round=round_id, reason=reason):
                 exchange = self._end_exchange(round_id)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact, memory_of, view_of
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Plan
 from lightning_hivemind.errors import WireError
 
@@ -53,6 +53,10 @@ class Exchange:
         self._plan: Plan | None = None
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
         self._reduced: dict[int, memoryview] = {}
+        #: what codecs have left out of this peer's contribution, and of the averages of chunks that it has reduced
+        self._leaves_out = any(codec.leaves_out for codec in codecs)
+        self._unsent = torch.zeros(layout.elements if self._leaves_out else 0)
+        self._unsaid: dict[int, Tensor] = {}
 
     def begin(self, plan: Plan) -> None:
         """The plan, or a newer version of it.
@@ -78,7 +82,13 @@ class Exchange:
     def input(self, chunk: int) -> memoryview:
         """This peer's contribution to a chunk, encoded."""
         assert self._given is not None, "this peer has nothing to give in this round"
-        return self._codecs[chunk].encode(self._given[self._layout.span(chunk)])
+        span, codec = self._layout.span(chunk), self._codecs[chunk]
+        data = codec.encode(self._given[span])
+        if self._leaves_out:
+            rest = self._unsent[span]
+            codec.decode(data, rest)
+            torch.sub(self._given[span], rest, out=rest)
+        return data
 
     def keep_own(self, chunk: int) -> None:
         """This peer reduces the chunk itself."""
@@ -126,8 +136,11 @@ class Exchange:
                 torch.mul(values, weight, out=target)
             else:
                 target.add_(values, alpha=weight)
+        average = target.clone() if codec.leaves_out else target
         self._reduced[chunk] = data = codec.encode(target)
         codec.decode(data, target)  # what the others will have
+        if codec.leaves_out:
+            self._unsaid[chunk] = average.sub_(target)
 
     # ------------------------------------------------------------------ what comes of it
 
@@ -153,6 +166,21 @@ class Exchange:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
         if self._plan is None or self._plan.wants(chunk, version, peer):
             self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
+
+    def left_out(self, commit: Commit) -> Tensor | None:
+        """What is to be added to what this peer gives next, once the round has ended in ``commit``.
+
+        float32 CPU (elements,), a sum over samples: what codecs have left out of its contribution, if that is in the
+        commit, and of the averages that it has sent to all. None if they leave out nothing.
+        """
+        if not self._leaves_out or self._plan is None:
+            return None
+        mine = sum(one.samples for one in commit.contributions if one.peer == self._me)
+        rest = self._unsent.mul_(mine) if mine else self._unsent.zero_()  # (it may not be finite)
+        for chunk, unsaid in self._unsaid.items():
+            if self._plan.owners[chunk] == self._me:
+                rest[self._layout.span(chunk)].add_(unsaid, alpha=commit.samples)
+        return rest
 
     def _check(self, chunk: int, length: int) -> None:
         if chunk >= self._layout.chunks:

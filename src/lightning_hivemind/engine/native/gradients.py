@@ -81,6 +81,8 @@ class Gradients:
         self._given: tuple[Contribution, _Mean] | None = None
         self._back: _Mean | None = None
         self._number = time.time_ns() // 1000  # grows over restarts, too
+        #: of sums over samples that were given before (error feedback); see :meth:`.Exchange.left_out`
+        self._left_out: Tensor | None = None
         self._head_epoch = 0
 
     # ------------------------------------------------------------------ the training thread
@@ -151,6 +153,8 @@ class Gradients:
                 values = self._low_rank.pack(mean.values, self._number, mean.samples, self._head_epoch)
             if values is None:
                 return None
+            if self._left_out is not None:
+                values = torch.add(values, self._left_out, alpha=1 / mean.samples)
             self._back = None
             if not self._sum.busy:
                 self._sum.clear()
@@ -172,14 +176,20 @@ class Gradients:
             mine = mean is not None and not mean.numbers.isdisjoint(one.number for one in listed)
             return mean.values if self._local and mean is not None and mine else None
 
-    def committed(self, listed: Collection[Contribution], epoch: int) -> int:
+    @torch.no_grad()
+    def committed(self, listed: Collection[Contribution], epoch: int, left_out: Tensor | None = None) -> int:
         """Commits have led to ``epoch``; ``listed`` are the contributions of this peer that are in them.
 
+        ``left_out`` is what the last one has left of them, if it is known.
         Returns the samples that are too old now, and dropped.
         """
         counted = {one.number: one.samples for one in listed}
         with self._lock:
             self._head_epoch = epoch
+            if listed or self._left_out is None:
+                self._left_out = left_out
+            elif left_out is not None:
+                self._left_out.add_(left_out)
             if self._given is not None:
                 self._back, self._given = self._given[1], None
             dropped = 0
@@ -213,7 +223,7 @@ class Gradients:
         """
         with self._lock:
             self._head_epoch = epoch
-            lost, self._given, self._back = self._samples, None, None
+            lost, self._given, self._back, self._left_out = self._samples, None, None, None
             self._sum.clear()
             return lost
 

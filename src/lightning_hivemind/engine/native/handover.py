@@ -97,11 +97,11 @@ class Handover:
             self.under_way, self._failure = False, reason if begun else self._failure
             self.changed.notify_all()
 
-    def committed(self, commit: Commit, average: Tensor | None) -> None:
+    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None = None) -> None:
         now = time.monotonic()
         listed = [one for one in commit.contributions if one.peer == self._me]
         counted = self._gradients.counted(listed)
-        lost = self._gradients.committed(listed, commit.head.epoch)
+        lost = self._gradients.committed(listed, commit.head.epoch, left_out)
         mine = sum(one.samples for one in listed)
         with self.changed:
             began = self._began if self.under_way else now

@@ -38,8 +38,11 @@ class Training(Protocol):
     def returned(self, reason: str, *, begun: bool) -> None:
         """The round came to nothing: what was given last is this peer's own again. ``begun``: it had a plan."""
 
-    def committed(self, commit: Commit, average: Tensor | None) -> None:
-        """A step is decided. ``average`` is float32 CPU (elements,), or None if it must be fetched first."""
+    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
+        """A step is decided. ``average`` is float32 CPU (elements,), or None if it must be fetched first.
+
+        ``left_out``: see :meth:`.Exchange.left_out`.
+        """
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         """This peer follows the others to ``head``, by ``commits`` if they are known; its state is still to come."""

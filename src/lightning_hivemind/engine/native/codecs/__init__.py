@@ -7,5 +7,6 @@ Chunks are encoded one by one, in memory that the processor's caches hold.
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
 from lightning_hivemind.engine.native.codecs.floating import BFloat16, ScaledFloat16
 from lightning_hivemind.engine.native.codecs.integer import Blockwise4Bit, Blockwise8Bit, Uniform8Bit
+from lightning_hivemind.engine.native.codecs.sparse import TopK
 
-__all__ = ["BFloat16", "Blockwise4Bit", "Blockwise8Bit", "ChunkCodec", "Exact", "ScaledFloat16", "Uniform8Bit"]
+__all__ = ["BFloat16", "Blockwise4Bit", "Blockwise8Bit", "ChunkCodec", "Exact", "ScaledFloat16", "TopK", "Uniform8Bit"]

@@ -16,6 +16,8 @@ class ChunkCodec(Protocol):
 
     #: goes into the schema: peers with unlike codecs do not average
     name: str
+    #: some values are not sent at all: each peer must add what was left out to what it gives next (error feedback)
+    leaves_out: bool
 
     def size_bytes(self, elements: int) -> int:
         """Bytes of an encoded chunk."""
@@ -34,6 +36,7 @@ class Exact:
     """Float32 as it is: the tensor's own memory goes on the wire, and is read into."""
 
     name = "exact"
+    leaves_out = False
 
     def size_bytes(self, elements: int) -> int:
         return 4 * elements

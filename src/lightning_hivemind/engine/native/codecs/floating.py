@@ -21,6 +21,7 @@ class ScaledFloat16:
     """
 
     name = "float16"
+    leaves_out = False
 
     def size_bytes(self, elements: int) -> int:
         return 4 + 2 * elements
@@ -46,6 +47,7 @@ class BFloat16:
     """The upper half of float32: its range, with 8 bits of precision."""
 
     name = "bfloat16"
+    leaves_out = False
 
     def size_bytes(self, elements: int) -> int:
         return 2 * elements

@@ -19,6 +19,8 @@ _TINY = 2.0**-120
 class _Blocks:
     """Symmetric whole numbers of -levels to levels per block; scales are float32 and come first."""
 
+    leaves_out = False
+
     def __init__(self, name: str, levels: int, block: int | None) -> None:
         self.name, self._levels, self._block = name, levels, block
 

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
 from lightning_hivemind.engine.native.codecs.floating import BFloat16, ScaledFloat16
 from lightning_hivemind.engine.native.codecs.integer import Blockwise4Bit, Blockwise8Bit, Uniform8Bit
+from lightning_hivemind.engine.native.codecs.sparse import TopK
 from lightning_hivemind.errors import ArgumentError
 
 #: by the names that hivemind's classes and those of ``lightning_hivemind.codecs`` share
@@ -22,7 +23,7 @@ _BY_NAME: dict[str, ChunkCodec] = {
     "BFloat16Compression": BFloat16(),
     "Blockwise4BitQuantization": Blockwise4Bit(),
 }
-_ADAPTIVE = ("SizeAdaptiveCompression", "RoleAdaptiveCompression", "PerTensorCompression")
+_OTHERS = ("TopKCompression", "SizeAdaptiveCompression", "RoleAdaptiveCompression", "PerTensorCompression")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,9 @@ def map_codec(given: Any, name: str) -> Coding:
     found = next((_BY_NAME[one] for one in names if one in _BY_NAME), None)
     if found is not None:
         return _uniform(found)
-    match next((one for one in names if one in _ADAPTIVE), None):
+    match next((one for one in names if one in _OTHERS), None):
+        case "TopKCompression":
+            return _uniform(TopK(given.kept))
         case "SizeAdaptiveCompression":
             return _by_size(int(given.threshold), map_codec(given.less, name), map_codec(given.greater_equal, name))
         case "RoleAdaptiveCompression":
@@ -60,7 +63,7 @@ def map_codec(given: Any, name: str) -> Coding:
             return _by_place(given.tensor_compressions, name)
     raise ArgumentError(
         f'{name}={type(given).__name__}(...): has no counterpart in engine="native"; use one of'
-        f' {", ".join([*_BY_NAME, *_ADAPTIVE])}, or engine="hivemind".'
+        f' {", ".join([*_BY_NAME, *_OTHERS])}, or engine="hivemind".'
     )
 
 

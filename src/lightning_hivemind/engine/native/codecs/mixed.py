@@ -19,6 +19,7 @@ class Mixed:
     def __init__(self, runs: Sequence[tuple[int, ChunkCodec]]) -> None:
         self._runs = list(runs)
         self._elements = sum(elements for elements, _ in runs)
+        self.leaves_out = any(codec.leaves_out for _, codec in runs)
         self.name = ", ".join(f"{elements} {codec.name}" for elements, codec in runs)
 
     def size_bytes(self, elements: int) -> int:
