@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from swarm.checks import assert_complete, assert_ledger, together
-from swarm.harness import START_S, Swarm
+from swarm.harness import START_S, Peer, Swarm
 from swarm.replay import distance, next_step, replay
 from swarm.spec import ENDLESS, PeerSpec
 
@@ -126,20 +128,21 @@ def test_a_late_joiner_takes_the_state_of_a_running_swarm_and_trains_along(swarm
     assert len(digests(peers, epoch)) == 1
 
 
+def gave(peer: Peer) -> list[int]:
+    """Epochs to which it has contributed samples."""
+    return [event["epoch"] for event in peer.said("EpochCommitted") if event["samples"]]
+
+
 def test_a_slow_peer_is_not_waited_for_and_still_contributes(swarm: Swarm) -> None:
-    quick, other, slow = swarm.start(
+    *_, slow = swarm.start(
         3, peers=[{}, {}, {"delay_s": 0.6, "delay_from_batch": 3}], trainer=ENDLESS, delay_s=0.02,
         strategy={"target_batch_size": 64, "max_staleness": 30},
     )  # fmt: skip
     slow.wait_until(lambda: len(slow.said("BatchAccumulated")) >= 12, timeout_s=90, what="it is known to be slow")
-    steps, gave = len(quick.commits), len([one for one in slow.said("EpochCommitted") if one["samples"]])
-    slow.wait_until(
-        lambda: len([one for one in slow.said("EpochCommitted") if one["samples"]]) >= gave + 4,
-        timeout_s=90,
-        what="it gives",
-    )
-    assert len(quick.commits) - steps > 8, "the others waited for its batches"
-    assert other.commits
+    before = len(gave(slow))
+    slow.wait_until(lambda: len(gave(slow)) >= before + 6, timeout_s=90, what="it gives")
+    # (counted in steps: on a busy machine these take long, too)
+    assert max(after - before for before, after in pairwise(gave(slow))) >= 3, "the others waited for its batches"
 
 
 def test_a_peer_alone_is_a_plain_trainer(swarm: Swarm) -> None:

@@ -95,8 +95,8 @@ def test_nobody_has_a_state(office: Office) -> None:
     office.add("a", None)
     office.add("b", None)
     start = time.monotonic()
-    assert office.fetch() is None
-    assert time.monotonic() - start < 2.0
+    assert office.fetch(timeout_s=60.0) is None
+    assert time.monotonic() - start < 30.0
 
 
 def test_one_has_none_and_another_has(office: Office) -> None:
@@ -230,8 +230,8 @@ def test_the_only_donor_goes_half_way(office: Office, how: str) -> None:
     office.add_rogue("a", honest("a", snapshot(1), instead=goes))
     start = time.monotonic()
     with pytest.raises(StateError, match="went on, or left"):
-        office.fetch()
-    assert time.monotonic() - start < 2.0
+        office.fetch(timeout_s=60.0)
+    assert time.monotonic() - start < 30.0
 
 
 def test_a_donor_that_dies_before_it_has_said_anything(office: Office) -> None:
@@ -250,15 +250,15 @@ def test_a_donor_that_says_nothing_at_all_is_not_waited_for(office: Office, monk
     monkeypatch.setattr(download, "DESCRIPTION_S", 0.3)
     office.add_rogue("a", mute)
     start = time.monotonic()
-    assert office.fetch(timeout_s=30.0) is None
-    assert time.monotonic() - start < 5.0
+    assert office.fetch(timeout_s=60.0) is None
+    assert time.monotonic() - start < 30.0
 
 
 def test_time_is_up(office: Office) -> None:
     office.add_rogue("a", mute)
     start = time.monotonic()
     assert office.fetch(timeout_s=0.2) is None
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 30.0
 
 
 @pytest.mark.parametrize("described", [True, False])
@@ -275,10 +275,10 @@ def test_who_is_to_stop_stops_waiting(office: Office, described: bool) -> None:
     start = time.monotonic()
     if described:
         with pytest.raises(StateError):
-            office.downloads.fetch(["a"], read, 30.0, stop.is_set)
+            office.downloads.fetch(["a"], read, 60.0, stop.is_set)
     else:
-        assert office.downloads.fetch(["a"], read, 30.0, stop.is_set) is None
-    assert time.monotonic() - start < 5.0
+        assert office.downloads.fetch(["a"], read, 60.0, stop.is_set) is None
+    assert time.monotonic() - start < 30.0
 
 
 # ---------------------------------------------------------------------- states that go on
