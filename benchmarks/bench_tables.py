@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from bench_spec import TurnSpec
 from bench_stats import (
@@ -23,6 +24,8 @@ OURS, DDP, STOCK = "ours", "DDP over gloo", "stock hivemind, defaults"
 STOCK_SIZED = "stock hivemind, target_group_size given"
 OURS_FLOAT16, OURS_8BIT = "ours, Float16", "ours, Uniform8Bit"
 NATIVE, NATIVE_FLOAT16, NATIVE_8BIT = "native", "native, Float16", "native, Uniform8Bit"
+NATIVE_CLEAR = "native, insecure_lan"
+AVERAGING = [NATIVE, NATIVE_CLEAR, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_FLOAT16, OURS_8BIT, DDP]
 Case = tuple[int, int]
 
 
@@ -38,11 +41,12 @@ def step_specs(peers: int) -> list[TurnSpec]:
     ]
 
 
-def averaging_specs(millions: int) -> list[TurnSpec]:
-    """Averaging gradients only, of two peers: the state is not averaged in these turns."""
+def averaging_specs(millions: int, peers: int = 2) -> list[TurnSpec]:
+    """Averaging gradients only: the state is not averaged in these turns."""
     ours = TurnSpec(
         contender=OURS,
         kind="ours",
+        peers=peers,
         layers=millions,
         batches=2,
         batch_s=0.1,
@@ -56,14 +60,15 @@ def averaging_specs(millions: int) -> list[TurnSpec]:
         replace(ours, contender=OURS_FLOAT16, codec="Float16Compression"),
         replace(ours, contender=OURS_8BIT, codec="Uniform8BitQuantization"),
         native(ours, NATIVE),
+        native(ours, NATIVE_CLEAR, insecure_lan=True),
         native(ours, NATIVE_FLOAT16, codec="Float16Compression"),
         native(ours, NATIVE_8BIT, codec="Uniform8BitQuantization"),
     ]
 
 
-def native(spec: TurnSpec, contender: str, codec: str = "") -> TurnSpec:
+def native(spec: TurnSpec, contender: str, codec: str = "", **options: Any) -> TurnSpec:
     """The same with ``engine="native"``."""
-    return replace(spec, contender=contender, codec=codec, options={**spec.options, "engine": "native"})
+    return replace(spec, contender=contender, codec=codec, options={**spec.options, "engine": "native", **options})
 
 
 def full_plan() -> list[list[TurnSpec]]:
@@ -78,8 +83,9 @@ def quick_plan() -> list[list[TurnSpec]]:
 
 
 def all_tables(turns: Sequence[Turn]) -> str:
-    """The three tables with their captions, as Markdown."""
-    parts = [
+    """The three tables with their captions, as Markdown; without the first if no step of its was measured."""
+    tiny = [turn for turn in turns if not turn.spec.layers]
+    steps = [
         "## Seconds per global step\n\n"
         "A model of ten parameters; each peer gives four batches, and a batch takes 25 ms, so a step takes at least"
         " 0.1 s; the target is the same for all. The measurement begins once all peers have met in a round, or after"
@@ -88,9 +94,12 @@ def all_tables(turns: Sequence[Turn]) -> str:
         " a peer makes alone or downloads are quick and worth little. Ratios are of whole steps. *wait*: how long"
         " training of peer 0 stood still for one round. *samples*: that peer 0 gave to a step, 16 being its share; more"
         " means that the target was noticed late. *CPU*: seconds of all processes of all peers, daemons included.",
-        _step_table([turn for turn in turns if not turn.spec.layers]),
+        _step_table(tiny),
+    ]
+    parts = [
+        *(steps if tiny else []),
         "## Averaging\n\n"
-        "Two peers, square linear layers of a million weights, batches of 0.1 s, no averaging of the state. *round*:"
+        "Square linear layers of a million weights, batches of 0.1 s, no averaging of the state. *round*:"
         " how long training stood still for it, median (range) over rounds and peers: looking around, matchmaking,"
         " exchange and optimizer step; for DDP from the first bucket's start to the last one's end, which overlaps with"
         " the backward pass. *MB/s*: bytes of one float32 gradient, whatever the codec sends, by the median round.",
@@ -109,7 +118,7 @@ def all_tables(turns: Sequence[Turn]) -> str:
 
 def contenders_of(turns: Sequence[Turn]) -> list[tuple[Case, str]]:
     """Every (case, contender), cases ascending, contenders in the order of the plan."""
-    order = [NATIVE, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_FLOAT16, OURS_8BIT, STOCK_SIZED, STOCK, DDP]
+    order = [*AVERAGING[:-1], STOCK_SIZED, STOCK, DDP]
     found = {(turn.spec.case, turn.spec.contender) for turn in turns}
     return sorted(found, key=lambda one: (one[0], order.index(one[1])))
 
@@ -169,6 +178,7 @@ def _averaging_table(turns: Sequence[Turn]) -> str:
             [
                 contender,
                 f"{case[0]}M",
+                str(case[1]),
                 summary(one.wait_s for turn in own for one in turn.all_rounds).show(),
                 summary(map(_rate, own)).show(),
                 _ratios(turns, case, contender, DDP, _rate),
@@ -176,18 +186,18 @@ def _averaging_table(turns: Sequence[Turn]) -> str:
                 summary(turn.cpu_s for turn in own).show(),
             ]
         )
-    header = ["contender", "parameters", "round, s", "MB/s", "MB/s / DDP", "s per step", "CPU s per step"]
+    header = ["contender", "parameters", "peers", "round, s", "MB/s", "MB/s / DDP", "s per step", "CPU s per step"]
     return markdown_table(header, rows)
 
 
 def _marginal(turns: Sequence[Turn]) -> str:
     """One line: the rate without the fixed cost of a round, where two sizes were measured."""
-    sizes = sorted({turn.spec.case for turn in turns if turn.spec.layers})
+    sizes = sorted({turn.spec.case for turn in turns if turn.spec.layers and turn.spec.peers == 2})
     if len(sizes) < 2:
         return ""
     small, large = sizes[0], sizes[-1]
     found = []
-    for contender in (NATIVE, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_FLOAT16, OURS_8BIT, DDP):
+    for contender in AVERAGING:
         both = []
         for case in (small, large):
             own = _select(turns, case, contender)
@@ -195,7 +205,8 @@ def _marginal(turns: Sequence[Turn]) -> str:
         ends = [(case[0] * 10**6, wait_s) for case, wait_s in zip((small, large), both, strict=True)]
         rate = marginal_megabytes_per_s(ends[0], ends[1])
         found.append(f"{contender} {number(rate)}")
-    return f"Additional bytes from {small[0]}M to {large[0]}M alone, MB/s of the median rounds: {'; '.join(found)}."
+    what = f"Additional bytes from {small[0]}M to {large[0]}M alone, two peers, MB/s of the median rounds"
+    return f"{what}: {'; '.join(found)}."
 
 
 def _reliability_table(turns: Sequence[Turn]) -> str:

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py            # as many repeats as fit into about ten minutes; writes benchmarks/results/
     python benchmarks/run.py --quick    # one small repeat in under two minutes; writes nothing
+    python benchmarks/run.py --averaging 50,100 --peers 2,4    # large gradients only; writes its own results
 
 All contenders take turns: a repeat runs each of them once (the slow ones
 of stock hivemind only in the first repeat), and a ratio compares two turns of the same repeat.
@@ -25,23 +26,29 @@ from typing import Any
 from bench_machine import describe_machine
 from bench_spec import TurnSpec
 from bench_stats import number, rotated
-from bench_tables import all_tables, full_plan, quick_plan
+from bench_tables import all_tables, averaging_specs, full_plan, quick_plan
 from bench_turn import Turn, run_turn
 
 RESULTS = Path(__file__).resolve().parent / "results"
-NAME = "foundation"
 MOST_REPEATS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small repeat; nothing is written")
+    parser.add_argument(
+        "--averaging", type=numbers, metavar="MILLIONS", help="only this table, of models of these sizes"
+    )
+    parser.add_argument("--peers", type=numbers, default=[2], help="with --averaging: numbers of peers")
     parser.add_argument("--minutes", type=float, default=9.5, help="begin no repeat that would probably end later")
     parser.add_argument("--keep", type=Path, help="existing folder in which the files of all processes are kept")
     options = parser.parse_args(arguments)
     started, clock = datetime.now(timezone.utc), time.monotonic()
     loads = [os.getloadavg()[0]]
-    plan = quick_plan() if options.quick else full_plan()
+    if options.averaging:
+        plan = [averaging_specs(millions, peers) for millions in options.averaging for peers in options.peers]
+    else:
+        plan = quick_plan() if options.quick else full_plan()
     turns = run_repeats(plan, 0.0 if options.quick else 60 * options.minutes, options.keep)
     loads.append(os.getloadavg()[0])
     facts = {
@@ -56,8 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = report(facts, turns)
     print(text)
     if not options.quick:
-        write_results(text, facts, turns)
+        write_results("averaging" if options.averaging else "foundation", text, facts, turns)
     return 0
+
+
+def numbers(text: str) -> list[int]:
+    """``"50,100"``"""
+    return [int(one) for one in text.split(",")]
 
 
 def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None) -> list[Turn]:
@@ -78,14 +90,14 @@ def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None) -
 
 def report(facts: dict[str, str], turns: Sequence[Turn]) -> str:
     lines = [f"- {name}: {value}" for name, value in facts.items()]
-    return "\n".join(["# Benchmark: foundation", "", *lines, "", all_tables(turns), ""])
+    return "\n".join(["# Benchmark", "", *lines, "", all_tables(turns), ""])
 
 
-def write_results(text: str, facts: dict[str, str], turns: Sequence[Turn]) -> None:
+def write_results(name: str, text: str, facts: dict[str, str], turns: Sequence[Turn]) -> None:
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{NAME}.md").write_text(text, encoding="utf-8")
+    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
     content = {**facts, "turns": [_plain(asdict(turn)) for turn in turns]}
-    (RESULTS / f"{NAME}.json").write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

@@ -27,7 +27,19 @@ from bench_stats import (
     summary,
     whole_share,
 )
-from bench_tables import DDP, OURS, OURS_8BIT, STOCK, all_tables, full_plan, quick_plan, step_specs
+from bench_tables import (
+    AVERAGING,
+    DDP,
+    NATIVE_CLEAR,
+    OURS,
+    OURS_8BIT,
+    STOCK,
+    all_tables,
+    averaging_specs,
+    full_plan,
+    quick_plan,
+    step_specs,
+)
 from bench_turn import Turn
 
 WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wait_s=0.5)
@@ -167,7 +179,15 @@ class TestTables:
         specs = [spec for specs in full_plan() for spec in specs if spec.layers and spec.contender in (OURS_8BIT, DDP)]
         text = all_tables([turn(spec, 0, 1.0) for spec in specs])
         rows = [line for line in text.split("## Averaging")[1].splitlines() if line.startswith(f"| {OURS_8BIT} ")]
-        assert [row.split("|")[4].strip() for row in rows[:2]] == ["40.0", "200"]
+        assert [row.split("|")[5].strip() for row in rows[:2]] == ["40.0", "200"]
+        assert "Seconds per global step" not in text, "none was measured"
+
+    def test_large_gradients_are_averaged_by_every_engine_between_any_number_of_peers(self) -> None:
+        specs = averaging_specs(50, peers=4)
+        assert {spec.case for spec in specs} == {(50, 4)}
+        assert {spec.contender for spec in specs} == set(AVERAGING)
+        (clear,) = (spec for spec in specs if spec.contender == NATIVE_CLEAR)
+        assert clear.options["insecure_lan"]
 
 
 class TestPlans:
