@@ -349,7 +349,8 @@ class Swarm:
             "LIGHTNING_HIVEMIND_EVENTS": str(folder / "events.jsonl"),
             **spec.env,
         }
-        job = {"folder": str(folder), "env": environment, "entry": entry, "argv": argv, "sys_argv": sys_argv or [name]}
+        job = {"folder": str(folder), "env": environment, "entry": entry, "argv": argv, "sys_argv": sys_argv or [name],
+               "network": spec.network}  # fmt: skip
         peer = Peer(name, folder, spec)
         self.peers.append(peer)
         self._zygotes.submit(spec.lightning, job)

@@ -1,4 +1,4 @@
-"""Two machines on one: network namespaces joined by a cable, each with an address of its own and no other network."""
+"""Several machines on one: network namespaces joined by cables, and without any other network."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: RFC 1918 network for the cable; namespaces see nothing else, so it cannot collide with the machine's own.
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
-
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A network of its own; ``address`` is where the other namespace reaches it."""
+    """A network of its own; ``address`` is where a namespace at the other end of its (first) cable reaches it."""
 
     name: str
     address: str
@@ -41,22 +38,42 @@ def why_unavailable() -> str | None:
 @contextlib.contextmanager
 def joined_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     """Two namespaces that reach one another; afterwards every process in them is killed and both are gone."""
-    names = tuple(f"lhm-{os.getpid()}-{side}" for side in "ab")
-    first, second = (Namespace(name, address) for name, address in zip(names, _ADDRESSES, strict=True))
+    with _namespaces("ab") as (first, second):
+        _cable(0, first, second)
+        yield first, second
+
+
+@contextlib.contextmanager
+def star_of_namespaces() -> Iterator[tuple[Namespace, Namespace, Namespace]]:
+    """A namespace that reaches two others, which do not reach one another; and their end, as above."""
+    with _namespaces("abc") as (middle, left, right):
+        _cable(0, middle, left)
+        _cable(1, middle, right)
+        yield middle, left, right
+
+
+@contextlib.contextmanager
+def _namespaces(sides: str) -> Iterator[list[Namespace]]:
+    # RFC 1918; they see no other network, so this cannot collide with the machine's own
+    addresses = ("10.77.0.1", "10.77.0.2", "10.77.1.2")
+    made = [Namespace(f"lhm-{os.getpid()}-{side}", address) for side, address in zip(sides, addresses, strict=False)]
     try:
-        for space in (first, second):
+        for space in made:
             _run("ip", "netns", "add", space.name)
             _run(*space.command("ip", "link", "set", "lo", "up"))
-        _run(
-            *first.command("ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", second.name)
-        )
-        for space in (first, second):
-            _run(*space.command("ip", "addr", "add", f"{space.address}/24", "dev", "cable"))
-            _run(*space.command("ip", "link", "set", "cable", "up"))
-        yield first, second
+        yield made
     finally:
-        for space in (first, second):
+        for space in made:
             _remove(space)
+
+
+def _cable(number: int, first: Namespace, second: Namespace) -> None:
+    """Between the two: 10.77.``number``.1 and .2."""
+    name = f"cable{number}"
+    _run(*first.command("ip", "link", "add", name, "type", "veth", "peer", "name", name, "netns", second.name))
+    for end, space in ((1, first), (2, second)):
+        _run(*space.command("ip", "addr", "add", f"10.77.{number}.{end}/24", "dev", name))
+        _run(*space.command("ip", "link", "set", name, "up"))
 
 
 def _remove(space: Namespace) -> None:

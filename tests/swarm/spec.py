@@ -31,6 +31,7 @@ class PeerSpec:
         barrier: before its second batch, wait until the strategy sees ``min_peers``, then for :meth:`Peer.go`.
         hold_at: epochs at whose end the peer waits for :meth:`Peer.release`.
         ckpt_path: checkpoint to continue from.
+        network: name of the network namespace in which the peer lives; "" for the test's own.
         env: more environment variables.
         free: whatever a scenario needs.
     """
@@ -52,6 +53,7 @@ class PeerSpec:
     min_peers: int = 1
     hold_at: list[int] = field(default_factory=list)
     ckpt_path: str | None = None
+    network: str = ""
     env: dict[str, str] = field(default_factory=dict)
     free: dict[str, Any] = field(default_factory=dict)
     folder: str = ""

@@ -1,20 +1,26 @@
-"""The printed line, run on "another machine": another network namespace, reached over a cable and not over loopback."""
+"""Peers on "several machines": network namespaces, reached over cables and not over loopback."""
 
 from __future__ import annotations
 
 import pytest
 
-from swarm.namespaces import joined_namespaces, why_unavailable
+from swarm.checks import together
+from swarm.harness import Swarm
+from swarm.namespaces import joined_namespaces, star_of_namespaces, why_unavailable
 from swarm.network_process import SCRIPT, PeerProcess
 
 pytest.importorskip("hivemind")
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.usefixtures("may_make_namespaces")]
 
 
-def test_the_printed_line_joins_from_another_machine() -> None:
+@pytest.fixture
+def may_make_namespaces() -> None:
     reason = why_unavailable()
     if reason:
         pytest.skip(reason)
+
+
+def test_the_printed_line_joins_from_another_machine() -> None:
     with (
         joined_namespaces() as (here, there),
         PeerProcess(here.command("python", SCRIPT, "--run-id", "a run")) as first,
@@ -33,3 +39,22 @@ def test_the_printed_line_joins_from_another_machine() -> None:
             second.stop()
             first.wait_until_sees(ids[0])
         first.stop()
+
+
+class TestNative:
+    """What libp2p's daemon does for hivemind's averagers, the native engine must do by itself."""
+
+    @pytest.fixture
+    def engine(self) -> str:
+        return "native"
+
+    def test_two_peers_that_cannot_reach_one_another_train_through_a_third(self, swarm: Swarm) -> None:
+        with star_of_namespaces() as spaces:
+            steps = 60
+            places = [{"network": space.name} for space in spaces]
+            peers = swarm.start(3, peers=places, trainer={"max_steps": steps}, delay_s=0.05)
+            swarm.finish(timeout_s=120)
+            for peer in peers:
+                loaded = [event["epoch"] for event in peer.said("StateLoaded")]
+                assert len(loaded) == len(set(loaded)), "it has fetched what it had"
+            assert together(peers)[-20:] == list(range(steps - 19, steps + 1)), "no step without one of them"

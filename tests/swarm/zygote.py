@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, CLONE_NEWNET = 1, 36, 0x40000000
 # hivemind is left to the peers: at import it makes locks that forked processes would share. What it imports is not.
 _OF_HIVEMIND = ["google.protobuf", "msgpack", "pydantic", "scipy.optimize", "uvloop"]
 HEAVY = {
@@ -81,6 +81,10 @@ def _become_peer(job: dict[str, Any], libc: ctypes.CDLL) -> None:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if job["network"]:
+        with open(f"/run/netns/{job['network']}", encoding="ascii") as network:
+            if libc.setns(network.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
     os.chdir(job["folder"])
     null = os.open(os.devnull, os.O_RDONLY)
     output = os.open(os.path.join(job["folder"], "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

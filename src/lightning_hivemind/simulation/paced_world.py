@@ -60,14 +60,14 @@ class PacedWorld(World):
     def _look(self, peer: SimulatedPeer, published: object) -> None:
         if not peer.alive:
             return
-        head, stamp = peer.core.head, self.now
-        if head is not None and head != published:
-            samples = peer.core.samples
+        record = self._record(peer)
+        head = record.head if record is not None else None
+        if record is not None and head != published:
 
             def read() -> None:
                 for other in self.everybody:
-                    if other.alive and other is not peer and other.quick.would_learn(peer.name, head):
-                        other.core.saw(peer.name, head, samples, peer.habits.reduces, stamp, self.now)
+                    if other.alive and other is not peer and other.quick.would_learn(peer.name, record.head):
+                        other.core.saw(peer.name, record, self.now)
                         if other.quick.wants_something:  # most records lead to nothing
                             other.carry_out()
 

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, rank
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Plan
-from lightning_hivemind.engine.native.protocol.roster import Roster
+from lightning_hivemind.engine.native.protocol.roster import Record, Roster
 from lightning_hivemind.engine.native.protocol.rounds import Rounds
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
@@ -52,10 +52,10 @@ class QuickRoster(Roster):
         self._sum_head: Head | None = None
         self._sum = 0
 
-    def record(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float, *, outdated: bool) -> bool:
+    def record(self, peer: PeerId, record: Record, now: float, *, outdated: bool) -> bool:
         if peer in self._gone:
             self._forget()
-        return super().record(peer, head, samples, reduces, stamp, outdated=outdated)
+        return super().record(peer, record, now, outdated=outdated)
 
     def note(self, peer: PeerId, head: Head, samples: int, *, outdated: bool) -> None:
         known, before = peer in self._seen, self._part(peer)
@@ -69,9 +69,9 @@ class QuickRoster(Roster):
         super().lost(peer)
 
     def alive(self, peer: PeerId) -> None:
-        if peer in self._gone:
+        if peer in self._gone or peer in self._cut:
             self._forget()
-            super().alive(peer)
+        super().alive(peer)
 
     def moved(self, peers: set[PeerId], parent: Head, head: Head) -> None:
         self._sum_head = None
@@ -88,21 +88,22 @@ class QuickRoster(Roster):
         return self._living
 
     def candidate(self, head: Head) -> PeerId:
-        order = self._ranks.of(head.epoch)
-        for reduces in (True, False):
-            for peer in order:
-                if peer == self._me:
-                    if self._reduces == reduces:
-                        return peer
-                elif (
-                    (known := self._seen.get(peer)) is not None
-                    and known.reduces == reduces
-                    and known.head == head
-                    and peer not in self._gone
-                    and peer not in self._idle
-                ):
-                    return peer
-        raise AssertionError("a peer is its own candidate at least")
+        best: PeerId | None = None
+        for peer in self._ranks.of(head.epoch):
+            if peer != self._me and not self._may_call(peer, head):
+                continue
+            unfit = self._unfit(peer)
+            if not any(unfit):
+                return peer
+            if best is None or unfit < self._unfit(best):
+                best = peer
+        assert best is not None, "a peer is its own candidate at least"
+        return best
+
+    def _may_call(self, peer: PeerId, head: Head) -> bool:
+        known = self._seen.get(peer)
+        here = known is not None and known.head == head
+        return here and peer not in self._gone and peer not in self._cut and peer not in self._idle
 
     def _counted(self, head: Head) -> int:
         if self._sum_head != head:

@@ -98,7 +98,7 @@ class SimulatedPeer:
         self.boxes: dict[RoundId, Inbox] = {}
         self.notes: list[Note] = []
         #: samples that were dropped because it cannot be known whether a commit has them
-        self._unknown = 0
+        self._unknown: set[str] = set()
         #: this peer's contributions to commits that it left; a later lineage may have them after all
         self._forsaken: set[Contribution] = set()
         self.tag, self.made, self._numbers = tag, 0, incarnation << 32
@@ -118,10 +118,11 @@ class SimulatedPeer:
     @property
     def dropped(self) -> int:
         """Samples (names) that are known to be in no commit of the lineage that this peer is on."""
-        if not self._forsaken:
-            return self._unknown
+        if not self._forsaken and not self._unknown:
+            return 0
         kept = {one for commit in self.applied for one in commit.contributions}
-        return self._unknown + sum(one.samples // self.habits.weight for one in self._forsaken - kept)
+        unknown = self._unknown.difference(*(self.world.samples_of(one) for one in kept if one.peer == self.name))
+        return len(unknown) + sum(one.samples // self.habits.weight for one in self._forsaken - kept)
 
     # ------------------------------------------------------------------ training
 
@@ -324,7 +325,7 @@ class SimulatedPeer:
             self.parameters = Parameters(head=best.parameters.head, digest=best.parameters.digest)
             start = next((i for i, one in enumerate(known) if one.parent == self.core.head), None)
             if start is None:
-                self._unknown += len(self.pool)  # what became of them cannot be known
+                self._unknown |= self.pool  # what became of them cannot be known
                 self.pool.clear()
                 self.offered.clear()
             self.applied = list(known)

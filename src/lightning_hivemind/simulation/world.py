@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
+from lightning_hivemind.engine.native.protocol.roster import Record
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.clock import Clock
 from lightning_hivemind.simulation.network import Network
@@ -30,6 +31,7 @@ class World:
         self.clock = Clock()
         self.peers: dict[str, SimulatedPeer] = {}
         self.cuts: set[frozenset[str]] = set()
+        self._noticing: set[tuple[str, str]] = set()
         #: digest of the parameters at each head, and the heads that follow each head
         self.parameters: dict[Head, bytes] = {}
         self.children: defaultdict[Head, set[Head]] = defaultdict(set)
@@ -55,8 +57,9 @@ class World:
             assert best.parameters is not None
             peer.applied = list(best.applied)
             for one in donors:  # a joiner reads the others' records before it starts
-                assert one.core.head is not None
-                peer.core.saw(one.name, one.core.head, one.core.samples, one.habits.reduces, self.now, self.now)
+                record = self._record(one)
+                assert record is not None
+                peer.core.saw(one.name, record, self.now)
             peer.start(Parameters(head=best.parameters.head, digest=best.parameters.digest))
         else:
             peer.start(Parameters(head=Head.root(self.settings.run, name), digest=b"initial"))
@@ -73,23 +76,33 @@ class World:
         return (one for one in self.living() if one is not peer)
 
     def _publish(self, peer: SimulatedPeer) -> None:
-        """Its record in the DHT: everybody who is connected reads it sooner or later."""
+        """Its record in the DHT: everybody to whom a way leads, through others if need be, reads it sooner or later."""
         if not peer.alive or self.peers[peer.name] is not peer:
             return
-        core = peer.core
-        if not peer.frozen and core.head is not None:
-            head, samples, stamp = core.head, core.samples, self.now
-            for other in self.others(peer):
-                if self.connected(peer, other):
-                    self._deliver_record(peer.name, other, head, samples, peer.habits.reduces, stamp)
+        record = self._record(peer)
+        if not peer.frozen and record is not None:
+            for other in self._in_reach(peer):
+                self._deliver_record(peer.name, other, record)
         self.clock.after(RECORD_S, lambda: self._publish(peer))
 
-    def _deliver_record(
-        self, name: str, other: SimulatedPeer, head: Head, samples: int, reduces: bool, stamp: float
-    ) -> None:
+    def _in_reach(self, peer: SimulatedPeer) -> list[SimulatedPeer]:
+        """All living peers to which connections lead from this one, through others or not."""
+        found, left = [peer], [one for one in self.others(peer) if not one.frozen]
+        for one in found:  # it grows
+            found += [other for other in left if self.connected(one, other)]
+            left = [other for other in left if other not in found]
+        return found[1:]
+
+    def _record(self, peer: SimulatedPeer) -> Record | None:
+        core, reduces = peer.core, peer.habits.reduces
+        if core.head is None:
+            return None
+        return Record(head=core.head, samples=core.samples, stamp=self.now, reduces=reduces, cuts=len(core.cut))
+
+    def _deliver_record(self, name: str, other: SimulatedPeer, record: Record) -> None:
         def arrive() -> None:
             if other.alive and not other.frozen:
-                other.core.saw(name, head, samples, reduces, stamp, self.now)
+                other.core.saw(name, record, self.now)
                 other.carry_out()
 
         self.clock.after(self.network.detection_s(other.name, name) * 0.25, arrive)
@@ -126,6 +139,7 @@ class World:
             self.clock.after(0.0, lambda: arrive(sender) if sender.alive else None)
         elif target is not None:
             self._transmit(sender, target, size_bytes, arrive, data_of)
+            self._notice_failure(sender.name, target)
 
     def _transmit(
         self,
@@ -191,10 +205,25 @@ class World:
     def heal(self) -> None:
         self.cuts.clear()
 
+    def _notice_failure(self, sender: str, target: SimulatedPeer) -> None:
+        """Whenever sending fails it is noticed anew, whatever is known of the other one from elsewhere."""
+        pair = (sender, target.name)
+
+        def fails() -> bool:
+            return not target.alive or frozenset(pair) in self.cuts
+
+        def still_fails() -> bool:
+            self._noticing.discard(pair)
+            return fails()
+
+        if fails() and pair not in self._noticing:
+            self._noticing.add(pair)
+            self._notice(*pair, still_fails)
+
     def _notice(self, observer: str, gone: str, still: Callable[[], bool], silence_s: float = 0.0) -> None:
         def notice() -> None:
             peer = self.peers[observer]
-            if peer.alive and not peer.frozen and still():
+            if still() and peer.alive and not peer.frozen:
                 peer.lost(gone)
 
         self.clock.after(max(silence_s, self.network.detection_s(observer, gone)), notice)
@@ -205,6 +234,9 @@ class World:
         """Which samples a contribution stands for."""
         assert contribution not in self._contents, "two contributions with one number"
         self._contents[contribution] = samples
+
+    def samples_of(self, contribution: Contribution) -> frozenset[str]:
+        return self._contents[contribution]
 
     def check(self, peer: SimulatedPeer, commit: Commit) -> None:
         """After a step: the same bytes gave the same parameters as everywhere else (I2)."""

@@ -16,6 +16,7 @@ from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.protocol.roster import Record
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.seam import Given
 from swarm.town import Town, wait_for
@@ -78,7 +79,7 @@ class Run:
         for name, driver in self.drivers.items():
             for other in names:
                 if other != name:
-                    driver.saw(other, root, 0, True, 0.0)
+                    driver.saw(other, Record(head=root, samples=0, stamp=0.0))
             driver.adopt(root)
 
     def contribute(self, samples: dict[str, int]) -> dict[str, Tensor]:

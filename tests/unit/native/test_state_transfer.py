@@ -47,6 +47,15 @@ def test_a_state_arrives_whole_and_is_the_donors(office: Office) -> None:
     assert office.ranges_of() == {"a": RANGES}
 
 
+def test_a_state_that_is_here_is_not_sent_again(office: Office) -> None:
+    source = snapshot(1)
+    office.add("a", source)
+    found = office.fetch(known=source.digest)
+    assert found is not None
+    assert (found[0].head, found[1].numel()) == (source.head, 0)
+    assert not office.ranges_of()
+
+
 def test_donors_that_have_the_same_bytes_share_the_work(office: Office) -> None:
     for name in "abc":
         office.add(name, snapshot(1))

@@ -9,18 +9,20 @@ from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.messages import Progress
+from lightning_hivemind.engine.native.protocol.roster import Record
 from lightning_hivemind.engine.native.whereabouts import _read
 from lightning_hivemind.engine.native.wire.encoding import decode, encode
 
-GOOD = [3, b"x" * 16, 300, 20, True, 12.5]
+GOOD = [3, b"x" * 16, 300, 20, True, 2, 12.5]
 
 
 def test_a_record_says_where_a_peer_stands() -> None:
-    assert _read(GOOD) == (Head(epoch=3, lineage=b"x" * 16, samples=300), 20, True, 12.5)
+    head = Head(epoch=3, lineage=b"x" * 16, samples=300)
+    assert _read(GOOD) == Record(head=head, samples=20, reduces=True, cuts=2, stamp=12.5)
 
 
 @pytest.mark.parametrize(
-    "value", [None, 1, "text", b"bytes", {}, [], GOOD[:5], [*GOOD, 1], tuple(GOOD), {"a": 1}], ids=repr
+    "value", [None, 1, "text", b"bytes", {}, [], GOOD[:6], [*GOOD, 1], tuple(GOOD), {"a": 1}], ids=repr
 )
 def test_what_is_no_record_is_none(value: object) -> None:
     assert _read(value) is None
@@ -28,10 +30,10 @@ def test_what_is_no_record_is_none(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(place, value) for place in (0, 2, 3) for value in (-1, 2**63, True, 1.0, "1", None, [])]
+    [(place, value) for place in (0, 2, 3, 5) for value in (-1, 2**63, True, 1.0, "1", None, [])]
     + [(1, value) for value in ("text", None, bytes(65), 1, [])]
     + [(4, value) for value in (0, 1, None, "yes")]
-    + [(5, value) for value in (1, None, "now", True)],
+    + [(6, value) for value in (1, None, "now", True)],
 )
 def test_a_record_with_something_wrong_is_none(place: int, value: object) -> None:
     assert _read([*GOOD[:place], value, *GOOD[place + 1 :]]) is None
@@ -39,7 +41,7 @@ def test_a_record_with_something_wrong_is_none(place: int, value: object) -> Non
 
 @pytest.mark.parametrize("stamp", [float("inf"), float("nan"), float("-inf")])
 def test_a_stamp_that_is_no_time_is_none(stamp: float) -> None:
-    assert _read([*GOOD[:5], stamp]) is None
+    assert _read([*GOOD[:6], stamp]) is None
 
 
 VALUES = st.recursive(
@@ -54,11 +56,10 @@ VALUES = st.recursive(
 )
 
 
-@given(VALUES | st.tuples(*[VALUES | st.sampled_from(GOOD)] * 6).map(list))
+@given(VALUES | st.tuples(*[VALUES | st.sampled_from(GOOD)] * 7).map(list))
 def test_whatever_is_there_is_a_place_that_can_be_told_or_none(value: object) -> None:
     found = _read(msgpack.unpackb(msgpack.packb(value)))
     if found is not None:
-        head, samples, reduces, stamp = found
-        told = Progress(head=head, samples=samples, swarm_samples=samples)
+        told = Progress(head=found.head, samples=found.samples, swarm_samples=found.samples, cuts=found.cuts)
         assert decode(encode(told)) == told
-        assert (type(reduces), type(stamp)) == (bool, float)
+        assert (type(found.reduces), type(found.stamp)) == (bool, float)

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Plan
-from lightning_hivemind.engine.native.protocol.roster import Roster
+from lightning_hivemind.engine.native.protocol.roster import Record, Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.quick import QuickRoster, Ranks, computed_once
 
@@ -24,14 +24,30 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
     ranks.names += NAMES
     reduces = chance.random() < 0.5
     plain, quick = Roster(SETTINGS, "p0", reduces), QuickRoster(SETTINGS, "p0", reduces, ranks)
+    probed: list[list[str]] = []
     for stamp in range(200):
         peer, head, other = chance.choice(NAMES), chance.choice(HEADS), chance.choice(HEADS)
         samples, flag = chance.randint(0, 40), chance.random() < 0.5
-        what = chance.choice(("record", "note", "lost", "alive", "moved", "let_pass", "told", "begin_anew", "samples"))
+        what = chance.choice(
+            (
+                "record",
+                "note",
+                "lost",
+                "alive",
+                "moved",
+                "let_pass",
+                "told",
+                "begin_anew",
+                "samples",
+                "cuts_of",
+                "probe",
+            )
+        )
         for one in (plain, quick):
             match what:
                 case "record":
-                    one.record(peer, head, samples, flag, stamp - samples, outdated=not flag)
+                    record = Record(head=head, samples=samples, reduces=flag, cuts=samples % 3, stamp=stamp - samples)
+                    one.record(peer, record, stamp, outdated=not flag)
                 case "note":
                     one.note(peer, head, samples, outdated=flag)
                 case "lost" | "alive" | "let_pass":
@@ -40,10 +56,15 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
                     one.moved({peer, "p1", "p2"}, head, other)
                 case "told":
                     one.told(samples)
+                case "cuts_of":
+                    one.cuts_of(peer, samples % 3)
+                case "probe":
+                    probed.append(one.to_probe(stamp))
                 case "begin_anew":
                     one.begin_anew()
                 case _:
                     one.samples = samples
+        assert probed[::2] == probed[1::2]
         assert quick.living() == plain.living()
         asked = chance.choice(HEADS)
         assert quick.candidate(asked) == plain.candidate(asked)

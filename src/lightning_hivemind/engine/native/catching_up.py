@@ -18,6 +18,8 @@ from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable
 
 MOST_DONORS = 4
 PAUSE_S = 0.5
+#: before a donor that is no further than this peer is asked again
+NO_NEWS_S = 0.05
 
 
 class CatchingUp:
@@ -34,6 +36,8 @@ class CatchingUp:
     ) -> None:
         self._a, self._parts, self._records, self._training = arguments, parts, records, training
         self._stepper, self._events = stepper, events
+        #: the state that was fetched last, as long as this peer stands there: its head and digest
+        self._fetched: tuple[Head, bytes] | None = None
         self._relay = Relay(
             parts.downloads, self._donors, lambda: parts.driver.status.head, stepper.read, training.should_abort
         )
@@ -56,9 +60,13 @@ class CatchingUp:
                 break
             error: StateError | None = None
             try:
-                found = self._fetch(donors, left_s)
+                found = self._fetch(donors, left_s, None if preferred else head)
             except StateError as failure:
                 found, error = None, failure
+            if found == head and not preferred:  # the swarm is a step ahead of its donors' parameters
+                time.sleep(NO_NEWS_S)
+                parts.handover.settle(found)
+                return found
             if found is not None:
                 parts.handover.settle(found)
                 self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))
@@ -108,10 +116,15 @@ class CatchingUp:
         """Two peers that both accept no connections have none."""
         return self._parts.driver.status.clients if self._a.client_mode else frozenset()
 
-    def _fetch(self, donors: list[str], timeout_s: float) -> Head | None:
-        found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, self._training.should_abort)
+    def _fetch(self, donors: list[str], timeout_s: float, here: Head | None) -> Head | None:
+        """``here``: where this peer stands, if its parameters are those of that head."""
+        known = self._fetched[1] if self._fetched is not None and self._fetched[0] == here else b""
+        abort = self._training.should_abort
+        found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, abort, known)
         if found is None:
             return None
         description, memory = found
-        self._stepper.adopt(description, memory)
+        if description.digest != known:
+            self._stepper.adopt(description, memory)
+            self._fetched = description.head, description.digest
         return description.head

@@ -32,6 +32,7 @@ from lightning_hivemind.engine.native.protocol.actions import (
 )
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
 from lightning_hivemind.engine.native.protocol.peer import Peer
+from lightning_hivemind.engine.native.protocol.roster import Record
 from lightning_hivemind.engine.native.seam import Status, Training
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
@@ -115,15 +116,15 @@ class Driver:
         """Take part in the rounds of those at ``head``, whose state this peer does not have yet."""
         self._tell(lambda now: self._follow(head, (), now))
 
-    def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float) -> None:
+    def saw(self, peer: PeerId, record: Record) -> None:
         """A peer's record was read; see :meth:`.peer.Peer.saw`. A connection to it is warm before the first round.
 
         (One that cannot be dialled is waited for: it greets this peer.)
         """
-        if reduces and peer not in self._greeted and self._links is not None:
+        if record.reduces and peer not in self._greeted and self._links is not None:
             self._greeted.add(peer)
             self._links.send(peer, Header(kind=Kind.PING))
-        self._events.put(lambda now: self._peer.saw(peer, head, samples, reduces, stamp, now))
+        self._events.put(lambda now: self._peer.saw(peer, record, now))
 
     # ------------------------------------------------------------------ what the connections say (see wire.sink)
 
@@ -215,6 +216,7 @@ class Driver:
             swarm_samples=peer.swarm_samples,
             living=peer.living,
             clients=peer.clients,
+            cut=peer.cut,
         )
 
     def _tell(self, event: Callable[[float], None]) -> None:

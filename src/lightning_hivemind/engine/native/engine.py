@@ -360,7 +360,10 @@ class NativeEngine:
 
     @property
     def num_peers(self) -> int:
-        return 1 if self._parts is None else 1 + len(self._parts.driver.status.living)
+        if self._parts is None:
+            return 1
+        status = self._parts.driver.status
+        return 1 + len(status.living) + len(status.cut)
 
     @property
     def local_samples(self) -> int:

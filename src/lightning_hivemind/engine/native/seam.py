@@ -60,6 +60,7 @@ class Status:
         due: whether the swarm has the samples for a round.
         living: the other peers that can be reached, as far as is known.
         clients: those of them that accept no connections.
+        cut: more peers, that live and cannot be reached.
     """
 
     head: Head | None = None
@@ -67,3 +68,4 @@ class Status:
     swarm_samples: int = 0
     living: tuple[PeerId, ...] = ()
     clients: frozenset[PeerId] = frozenset()
+    cut: tuple[PeerId, ...] = ()

@@ -12,11 +12,14 @@ from lightning_hivemind.engine.native.agreement import Agreement
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.introductions import Introductions
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.protocol.roster import Record
 from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
 
 #: between two looks at the records that are here anyway, and between two changes of this peer's own
 LOOK_S, PUBLISH_S = 0.5, 2.0
+#: what has not changed is published again: it shows that this peer lives (``Settings.lives_s``)
+AGAIN_S = 10.0
 REFRESH_S, FIRST_LOOK_S, STOP_S = 3.0, 5.0, 1.0
 #: of addresses in a record, which is small
 MOST_ADDRESSES, MAX_ADDRESS = 6, 200
@@ -76,23 +79,25 @@ class Whereabouts:
                 self._agreement.heard(peer, record.get("parameters"))
             found = _read(record.get("place"))
             if found is not None:
-                head, samples, reduces, stamp = found
-                self._driver.saw(peer, head, samples, reduces, stamp)
-                heads.append(head)
+                self._driver.saw(peer, found)
+                heads.append(found.head)
         return heads
 
     def _publish(self) -> None:
-        head = self._driver.status.head
+        status = self._driver.status
+        head = status.head
         if head is not None:
-            place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, time.time()]
-            self._records.publish(place=place, parameters=self._agreement and self._agreement.record())
+            place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, len(status.cut)]
+            self._records.publish(place=[*place, time.time()], parameters=self._agreement and self._agreement.record())
 
     def _run(self) -> None:
-        published: tuple[float, Head | None] = (0.0, None)
+        published: tuple[float, Head | None, int] = (0.0, None, 0)
         while not self._stopped.wait(LOOK_S):
             self._look()
-            if self._driver.status.head != published[1] and time.monotonic() - published[0] > PUBLISH_S:
-                published = (time.monotonic(), self._driver.status.head)
+            status, now = self._driver.status, time.monotonic()
+            changed = (status.head, len(status.cut)) != published[1:]
+            if now - published[0] > (PUBLISH_S if changed else AGAIN_S):
+                published = (now, status.head, len(status.cut))
                 self._publish()
 
 
@@ -103,14 +108,15 @@ def _read_addresses(value: Any) -> list[str]:
     return [one for one in value[:MOST_ADDRESSES] if isinstance(one, str) and len(one) <= MAX_ADDRESS]
 
 
-def _read(value: Any) -> tuple[Head, int, bool, float] | None:
+def _read(value: Any) -> Record | None:
     """What another peer has published; None if it is no such thing."""
-    if not isinstance(value, list) or len(value) != 6:
+    if not isinstance(value, list) or len(value) != 7:
         return None
-    epoch, lineage, total, samples, reduces, stamp = value
-    counts = all(type(one) is int and 0 <= one < 2**63 for one in (epoch, total, samples))
+    epoch, lineage, total, samples, reduces, cuts, stamp = value
+    counts = all(type(one) is int and 0 <= one < 2**63 for one in (epoch, total, samples, cuts))
     if not counts or not isinstance(lineage, bytes) or len(lineage) > 64:
         return None
     if not isinstance(reduces, bool) or not isinstance(stamp, float) or not math.isfinite(stamp):
         return None
-    return Head(epoch=epoch, lineage=lineage, samples=total), samples, reduces, stamp
+    head = Head(epoch=epoch, lineage=lineage, samples=total)
+    return Record(head=head, samples=samples, stamp=stamp, reduces=reduces, cuts=cuts)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from lightning_hivemind.engine.native.protocol.actions import Action, Send
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.protocol.messages import Call, Ended, RoundId
-from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, reducers_of
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
 
@@ -78,7 +78,7 @@ class Gathering:
             self._me,
             members=list(self.joined),
             contributions=[one for one in contributions if one.samples],
-            bandwidths={peer: offer.bandwidth for peer, offer in self.joined.items() if offer.reduces},
+            bandwidths=reducers_of(self.joined),
             chunks=self._settings.chunks,
             stop=any(offer.stop for offer in self.joined.values()),
         )

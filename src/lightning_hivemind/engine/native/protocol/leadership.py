@@ -91,6 +91,7 @@ class Leadership:
         gathering, leading = self.gathering(message.round), self.coordinator(message.round)
         if gathering is not None:
             gathering.join(sender, message.offer)
+            self._roster.cuts_of(sender, len(message.offer.cut))
         elif leading is not None:
             leading.repeat(sender)
         else:

@@ -15,11 +15,15 @@ RoundId = bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """To the candidate for coordinator: how far the sender is, and how many samples it knows of in the swarm."""
+    """To the candidate for coordinator: how far the sender is, and how many samples it knows of in the swarm.
+
+    ``cuts``: how many peers live that it cannot reach; the candidate should be one that reaches all.
+    """
 
     head: Head
     samples: int
     swarm_samples: int
+    cuts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +153,13 @@ class News:
     commits: tuple[Commit, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """To a peer that lives, but to which there was no connection: is there one now? ``asks`` for the same in return."""
+
+    asks: bool
+
+
 Message = (
     Progress
     | Call
@@ -166,4 +177,5 @@ Message = (
     | Undecided
     | StillOn
     | News
+    | Probe
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp, Send
+from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp, Note, Send
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, following
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
@@ -24,13 +24,14 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Message,
     Missing,
     News,
+    Probe,
     Progress,
     RoundId,
     StillOn,
     Undecided,
 )
 from lightning_hivemind.engine.native.protocol.plan import Offer
-from lightning_hivemind.engine.native.protocol.roster import Roster
+from lightning_hivemind.engine.native.protocol.roster import Record, Roster
 from lightning_hivemind.engine.native.protocol.rounds import Rounds
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
@@ -83,6 +84,11 @@ class Peer:
         return tuple(self._roster.living())
 
     @property
+    def cut(self) -> tuple[PeerId, ...]:
+        """Others that live, and cannot be reached from here."""
+        return self._roster.cut
+
+    @property
     def clients(self) -> frozenset[PeerId]:
         """Those of :attr:`living` that accept no connections."""
         return frozenset(peer for peer in self._roster.living() if not self._roster.reduces(peer))
@@ -110,11 +116,11 @@ class Peer:
             self._roster.begin_anew()
         self._settle(now)
 
-    def saw(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float, now: float) -> None:
-        """A peer's record was read. ``stamp``: when it was made, in any one clock of that peer."""
+    def saw(self, peer: PeerId, record: Record, now: float) -> None:
+        """A peer's record was read."""
         self._begin(now)
-        if self._roster.record(peer, head, samples, reduces, stamp, outdated=self._standing.outdated(head)):
-            self._standing.same(peer, head)
+        if self._roster.record(peer, record, now, outdated=self._standing.outdated(record.head)):
+            self._standing.same(peer, record.head)
         self._settle(now)
 
     def lost(self, peer: PeerId, now: float) -> None:
@@ -209,6 +215,7 @@ class Peer:
         match message:
             case Progress():
                 self._note(sender, message.head, message.samples)
+                self._roster.cuts_of(sender, message.cuts)
                 if self._standing.same(sender, message.head):
                     self._roster.told(message.swarm_samples)
                     leadership.on_progress(sender)
@@ -249,6 +256,9 @@ class Peer:
                     inquiry.still_on(sender)
             case News():
                 self._on_news(sender, message, now)
+            case Probe():
+                if message.asks:
+                    self._emit(Send(to=sender, message=Probe(asks=False)))
 
     def _on_news(self, sender: PeerId, message: News, now: float) -> None:
         head = self.head
@@ -292,6 +302,9 @@ class Peer:
             self._rounds.settle(now)
             if not self._to_self:
                 break
+        for peer in self._roster.to_probe(now):
+            self._emit(Send(to=peer, message=Probe(asks=True)))
+            self._emit(Note(what="lives, and cannot be reached: others lead, and average for both", peer=peer))
         if self._reported != self._standing.settled:
             self._report(now)
 

@@ -16,12 +16,14 @@ class Offer:
         contribution: None if it has nothing to give.
         reduces: whether it can be given chunks to reduce: others can reach it.
         bandwidth: that it can send with, for its share of the chunks; any unit, if all use the same.
+        cut: those who live, but to whom it has no connection.
         stop: it wants the run to end.
     """
 
     contribution: Contribution | None
     reduces: bool = True
     bandwidth: float = 1.0
+    cut: tuple[PeerId, ...] = ()
     stop: bool = False
 
 
@@ -120,6 +122,13 @@ def make_plan(
         since=(0,) * chunks,
         stop=stop,
     )
+
+
+def reducers_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, float]:
+    """Which members can be given chunks, with their bandwidths: those to whom all others have a connection."""
+    pairs = {frozenset({peer, other}) for peer, offer in offers.items() for other in offer.cut if other in offers}
+    without = {peer for pair in pairs for peer in pair}
+    return {peer: one.bandwidth for peer, one in offers.items() if one.reduces and peer not in without}
 
 
 def shares(bandwidths: Mapping[PeerId, float], members: int) -> dict[PeerId, float]:

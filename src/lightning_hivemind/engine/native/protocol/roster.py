@@ -11,14 +11,44 @@ from lightning_hivemind.engine.native.protocol.settings import Settings
 NEVER = float("-inf")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What a peer publishes for all others.
+
+    Attributes:
+        reduces: others can connect to it.
+        cuts: to how many peers that live it has no connection.
+        stamp: when it was made, in any one clock of that peer.
+    """
+
+    head: Head
+    samples: int
+    stamp: float
+    reduces: bool = True
+    cuts: int = 0
+
+
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """What is known of another peer. ``stamp`` orders its records."""
+    """What is known of another peer: its last :class:`Record`, and what it has said since.
+
+    ``silent``: it was lost and has published since, but has said nothing.
+    """
 
     head: Head
     samples: int
     reduces: bool = True
+    cuts: int = 0
     stamp: float = NEVER
+    silent: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class Cut:
+    """A peer that lives, since it publishes records, and cannot be reached."""
+
+    recorded_at: float
+    probed_at: float = NEVER
 
 
 class Roster:
@@ -26,10 +56,12 @@ class Roster:
 
     def __init__(self, settings: Settings, me: PeerId, reduces: bool) -> None:
         self._run, self._target, self._me, self._reduces = settings.run, settings.target_samples, me, reduces
+        self._probe_s, self._lives_s = settings.probe_s, settings.lives_s
         self.samples = 0
         self._seen: dict[PeerId, Seen] = {}
-        #: lost ones, and the stamp of the last record before that: older records do not bring them back
+        #: lost ones, and the stamp of the last record before that
         self._gone: dict[PeerId, float] = {}
+        self._cut: dict[PeerId, Cut] = {}
         #: candidates that let a round pass at this epoch
         self._idle: set[PeerId] = set()
         #: what others say that the swarm has
@@ -37,15 +69,19 @@ class Roster:
 
     # ------------------------------------------------------------------ what is heard of others
 
-    def record(self, peer: PeerId, head: Head, samples: int, reduces: bool, stamp: float, *, outdated: bool) -> bool:
+    def record(self, peer: PeerId, record: Record, now: float, *, outdated: bool) -> bool:
         """Take a record in; False if it is older than what is known. ``outdated``: see :meth:`note`."""
         known = self._seen.get(peer)
         last = max(self._gone.get(peer, NEVER), known.stamp if known is not None else NEVER)
-        if peer == self._me or stamp <= last:
+        if peer == self._me or record.stamp <= last:
             return False
-        self._gone.pop(peer, None)
-        self.note(peer, head, samples, outdated=outdated)
-        self._seen[peer].reduces, self._seen[peer].stamp = reduces, stamp
+        returns = self._gone.pop(peer, None) is not None
+        self.note(peer, record.head, record.samples, outdated=outdated)
+        seen = self._seen[peer]
+        if peer in self._cut or (returns and seen.silent):  # lost a second time: the first may have been a restart
+            self._cut.setdefault(peer, Cut(recorded_at=now)).recorded_at = now
+        seen.silent = seen.silent or returns
+        seen.reduces, seen.cuts, seen.stamp = record.reduces, record.cuts, record.stamp
         return True
 
     def note(self, peer: PeerId, head: Head, samples: int, *, outdated: bool) -> None:
@@ -67,12 +103,30 @@ class Roster:
         self._told = max(self._told, swarm_samples)
 
     def lost(self, peer: PeerId) -> None:
-        known = self._seen.get(peer)
-        self._gone[peer] = known.stamp if known is not None else NEVER
+        if peer not in self._cut:
+            self._gone[peer] = self._seen[peer].stamp if peer in self._seen else NEVER
 
     def alive(self, peer: PeerId) -> None:
         """It has just said something."""
         self._gone.pop(peer, None)
+        self._cut.pop(peer, None)
+        if peer in self._seen:
+            self._seen[peer].silent = False
+
+    def to_probe(self, now: float) -> list[PeerId]:
+        """Whom to try to reach now, of those that live and cannot be reached. Who publishes no more has died since."""
+        for peer in [peer for peer, one in self._cut.items() if now - one.recorded_at > self._lives_s]:
+            del self._cut[peer]
+            self.lost(peer)
+        found = sorted(peer for peer, one in self._cut.items() if now - one.probed_at >= self._probe_s)
+        for peer in found:
+            self._cut[peer].probed_at = now
+        return found
+
+    def cuts_of(self, peer: PeerId, cuts: int) -> None:
+        """It says to how many it has no connection."""
+        if peer in self._seen:
+            self._seen[peer].cuts = cuts
 
     def moved(self, peers: set[PeerId], parent: Head, head: Head) -> None:
         """A commit leads from ``parent`` to ``head``, and these were in its round. Whose turn it is begins anew."""
@@ -99,23 +153,35 @@ class Roster:
         """Whether all others can reach it."""
         return self._seen[peer].reduces
 
+    @property
+    def cut(self) -> tuple[PeerId, ...]:
+        """Those that live, and cannot be reached from here."""
+        return tuple(sorted(self._cut))
+
     def living(self) -> list[PeerId]:
-        """All others that are not lost, in a fixed order."""
-        return sorted(peer for peer in self._seen if peer not in self._gone)
+        """All others that can be reached, in a fixed order."""
+        return sorted(self.reachable(set(self._seen)))
 
     def reachable(self, peers: set[PeerId]) -> set[PeerId]:
-        return {peer for peer in peers if peer not in self._gone}
+        return {peer for peer in peers if peer not in self._gone and peer not in self._cut}
 
     def candidate(self, head: Head) -> PeerId:
-        """Who calls the next round: the first by rank of those at ``head`` that can be reached."""
-        here = [(not self._reduces, rank(self._run, head.epoch, self._me), self._me)]
-        for peer in self.living():
-            if self._seen[peer].head == head and peer not in self._idle:
-                here.append((not self._seen[peer].reduces, rank(self._run, head.epoch, peer), peer))
-        return min(here)[2]
+        """Who calls the next round: the first of those at ``head`` that can be reached."""
+        here = [peer for peer in self.living() if self._seen[peer].head == head and peer not in self._idle]
+        return min((self._me, *here), key=lambda peer: self._order(peer, head.epoch))
 
     def outranks(self, one: PeerId, other: PeerId, epoch: int) -> bool:
-        return rank(self._run, epoch, one) < rank(self._run, epoch, other)
+        return self._order(one, epoch) < self._order(other, epoch)
+
+    def _order(self, peer: PeerId, epoch: int) -> tuple[tuple[bool, int], bytes]:
+        """Of candidates: by fitness, then by rank."""
+        return self._unfit(peer), rank(self._run, epoch, peer)
+
+    def _unfit(self, peer: PeerId) -> tuple[bool, int]:
+        """How little this one can lead a round: it cannot be connected to, or it is cut off from so many."""
+        if peer == self._me:
+            return not self._reduces, len(self._cut)
+        return not self._seen[peer].reduces, self._seen[peer].cuts
 
     def enough(self, head: Head) -> bool:
         """Whether a round is due."""
@@ -126,7 +192,7 @@ class Roster:
         return max(self._counted(head), self._told)
 
     def progress(self, head: Head) -> Progress:
-        return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head))
+        return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head), cuts=len(self._cut))
 
     def _counted(self, head: Head) -> int:
         here = (one.samples for peer, one in self._seen.items() if one.head == head and peer not in self._gone)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Called, GiveUp, Send
 from lightning_hivemind.engine.native.protocol.inquiry import Inquiry
@@ -104,7 +104,7 @@ class Rounds:
         if joined is None or joined.round != round_id or joined.offer is not None:
             self._emit(GiveUp(round=round_id, reason="the round is over"))
         else:
-            joined.offer = offer
+            joined.offer = offer = replace(offer, cut=self._roster.cut)
             self._send(joined.coordinator, Join(round=round_id, offer=offer))
 
     def input_arrived(self, round_id: RoundId, chunk: int, peer: PeerId, now: float) -> None:

@@ -19,6 +19,8 @@ class Settings:
         detect_s: after how long without a sign of life others take a peer for dead.
         round_s: how long a round may take altogether.
         resend_s: after so long without an answer a message is repeated.
+        probe_s: how often to try a peer to which there is no connection, though it lives.
+        lives_s: for how long a record shows that a peer lives; it publishes one every third of that.
         backoff_s: pause after a failed round; doubled with each, up to ``max_backoff_s``.
     """
 
@@ -31,5 +33,7 @@ class Settings:
     detect_s: float = 2.0
     round_s: float = 30.0
     resend_s: float = 0.5
+    probe_s: float = 15.0
+    lives_s: float = 30.0
     backoff_s: float = 0.05
     max_backoff_s: float = 2.0

@@ -63,12 +63,18 @@ class Downloads:
     # ------------------------------------------------------------------ the training thread
 
     def fetch(
-        self, donors: Sequence[PeerId], read: Reader, timeout_s: float, should_abort: Callable[[], bool]
+        self,
+        donors: Sequence[PeerId],
+        read: Reader,
+        timeout_s: float,
+        should_abort: Callable[[], bool],
+        known: bytes = b"",
     ) -> tuple[Description, Tensor] | None:
         """The newest state that ``donors`` have, from all that have it, verified; None if nobody has any to give.
 
         Args:
             read: checks a description against this peer's model; raises StateError.
+            known: digest of a state that is not fetched again: it comes back without its bytes.
 
         Raises:
             StateError: what was offered does not fit, or did not arrive whole.
@@ -84,6 +90,8 @@ class Downloads:
             chosen = self._choose(attempt, read, deadline, should_abort)
             if chosen is None:
                 return None
+            if chosen.digest == known:
+                return chosen, torch.empty(0, dtype=torch.uint8)
             description, memory = chosen, torch.zeros(chosen.size, dtype=torch.uint8)
             if not self._gather(attempt, description, memory, deadline, should_abort):
                 raise StateError("the peers that sent their state went on, or left, before it was here.")

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from lightning_hivemind.errors import WireError
 
-PROTOCOL = 2
+PROTOCOL = 3
 _MAGIC = b"LHMD"
 #: magic, protocol, kind, round, chunk, plan version, length of what follows, CRC-32 of it
 _LAYOUT = struct.Struct("!4sBB16sIIII")

@@ -1,0 +1,90 @@
+"""Peers that live and cannot reach one another, as behind two routers: others lead and reduce for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hivemind.engine.native.protocol.lineage import Contribution
+from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.simulation.network import HostileNetwork
+from lightning_hivemind.simulation.trainer import Habits
+from lightning_hivemind.simulation.world import World
+
+BATCH_S, SECONDS = 0.1, 30.0
+
+
+def trained(names: str, cuts: list[str], seed: int) -> World:
+    """Everybody trains, and no connection between these pairs is ever made."""
+    settings = Settings(run="run", target_samples=16 * len(names), chunks=8)
+    world = World(settings, HostileNetwork(seed=seed, delay_s=0.02))
+    for name in names:
+        world.add(name, Habits(batch_s=BATCH_S))
+    for one, other in cuts:
+        world.cut(one, other)
+    world.clock.run(SECONDS)
+    return world
+
+
+def contributed(world: World) -> dict[str, float]:
+    """Of each peer, which share of its samples is in a commit."""
+    front = max(world.living(), key=lambda peer: peer.head.samples)
+    counts = dict.fromkeys(world.peers, 0)
+    for commit in front.applied:
+        for one in commit.contributions:
+            counts[one.peer] += one.samples
+    return {name: count / world.peers[name].made for name, count in counts.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("names", "cuts"),
+    [("abc", ["ab"]), ("abc", ["ac"]), ("abcde", ["ab"]), ("abcde", ["ab", "ad", "bd"]), ("abcd", ["ab", "ac", "bc"])],
+    ids=["one between two", "the founder in a corner", "one pair of five", "three of five", "a star"],
+)
+def test_who_cannot_reach_one_another_train_as_quickly_through_the_others(
+    names: str, cuts: list[str], seed: int
+) -> None:
+    """(Before roles were given to those who reach all, a single such pair of five cost nine tenths of the steps.)"""
+    world = trained(names, cuts, seed)
+    steps = min(peer.head.epoch for peer in world.living())
+    assert steps >= 0.7 * SECONDS / (2 * BATCH_S), "a few seconds are for finding out"
+    assert min(contributed(world).values()) >= 0.85
+    assert world.forks <= 2
+    for peer in world.living():
+        world.check_ledger(peer)
+
+
+def test_where_nobody_reaches_all_everybody_still_contributes() -> None:
+    world = trained("abcd", ["ac", "bd"], seed=1)
+    assert min(contributed(world).values()) >= 0.8
+    for peer in world.living():
+        world.check_ledger(peer)
+
+
+def test_a_pair_that_can_reach_one_another_again_is_given_roles_again() -> None:
+    world = trained("abc", ["ab"], seed=1)
+    assert world.peers["a"].core.cut == ("b",)
+    world.heal()
+    world.clock.run(SECONDS + 20.0)  # they try every 15 s
+    assert [peer.core.cut for peer in world.living()] == [(), (), ()]
+    assert {peer.core.living for peer in world.living()} == {("a", "b"), ("a", "c"), ("b", "c")}
+
+
+def test_who_dies_is_not_taken_for_one_that_is_out_of_reach_for_long() -> None:
+    world = trained("abc", [], seed=1)
+    world.crash("b")
+    world.clock.run(SECONDS + 40.0)
+    assert [peer.core.cut for peer in world.living()] == [(), ()]
+    assert [peer.core.living for peer in world.living()] == [("c",), ("a",)]
+
+
+def test_chunks_are_given_to_those_to_whom_all_members_have_connections() -> None:
+    given = {"contribution": Contribution(peer="a", number=1, samples=1)}
+    offers = {
+        "a": Offer(**given, bandwidth=1.0, cut=("b", "elsewhere")),
+        "b": Offer(**given, bandwidth=2.0),
+        "c": Offer(**given, bandwidth=3.0, cut=("elsewhere",)),
+        "d": Offer(**given, bandwidth=4.0, reduces=False),
+    }
+    assert reducers_of(offers) == {"c": 3.0}
