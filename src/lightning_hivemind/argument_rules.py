@@ -262,7 +262,9 @@ def _left_out_can_be_sent_later(name: str, values: Values) -> None:
         raise refusal(name, values[name], wrong, fix)
     for other in ("grad_averager_factory", "auxiliary"):
         if values[other]:
-            raise refusal(name, values[name], f"{wrong}, which {other}={values[other]!r} does not have", fix)
+            raise refusal(
+                name, values[name], f"{wrong}, which {other}={values[other]!r} does not have", f"{fix}, on all peers"
+            )
 
 
 #: arguments that only engine="native" has: the values that change nothing, and why.
@@ -295,7 +297,8 @@ def _addresses(values: Values, peers_from: str) -> None:
     check_peers("trusted_relays", values["trusted_relays"])
     check_listened("host_maddrs", values["host_maddrs"] or ())
     check_announced("announce_maddrs", values["announce_maddrs"])
-    for address in (*values["initial_peers"], *values["announce_maddrs"]) if values["insecure_lan"] else ():
+    given = (*values["initial_peers"], *values["announce_maddrs"], *(values["host_maddrs"] or ()))
+    for address in given if values["insecure_lan"] else ():
         if address.startswith("/ip") and reach(address) == "public":
             wrong = f"{address} is a public address, and everybody on the way could read and change what is sent"
             raise refusal("insecure_lan", True, wrong, "leave it away, or give private addresses only")

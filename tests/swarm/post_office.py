@@ -76,7 +76,9 @@ class Office:
     def answer(self, name: str, download: bytes, number: int, data: bytes | memoryview) -> None:
         self.bring(name, Header(kind=Kind.STATE, round=download, chunk=number, length=len(data)), data)
 
-    def fetch(self, *donors: str, timeout_s: float = 5.0, known: bytes = b"") -> tuple[Description, Tensor] | None:
+    def fetch(
+        self, *donors: str, timeout_s: float = 5.0, known: tuple[Head, bytes] | None = None
+    ) -> tuple[Description, Tensor] | None:
         return self.downloads.fetch(donors or list(self._donors), read, timeout_s, lambda: False, known)
 
     def ranges_of(self) -> Counter[str]:

@@ -25,7 +25,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer
-from lightning_hivemind.engine.native.protocol.roster import Record
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
 
@@ -60,7 +60,7 @@ class Table:
             peer.adopt(root, (), self.now)
             for other in names:
                 if other != name:
-                    peer.saw(other, Record(head=root, samples=0, stamp=0.0), self.now)
+                    peer.saw(other, Place(head=root, samples=0, stamp=0.0), self.now)
 
     def train(self, **samples: int) -> None:
         for name, count in samples.items():

@@ -8,6 +8,7 @@ from swarm.checks import together
 from swarm.harness import Swarm
 from swarm.namespaces import joined_namespaces, star_of_namespaces, why_unavailable
 from swarm.network_process import SCRIPT, PeerProcess
+from swarm.spec import ENDLESS
 
 pytest.importorskip("hivemind")
 pytestmark = [pytest.mark.swarm, pytest.mark.usefixtures("may_make_namespaces")]
@@ -58,3 +59,13 @@ class TestNative:
                 loaded = [event["epoch"] for event in peer.said("StateLoaded")]
                 assert len(loaded) == len(set(loaded)), "it has fetched what it had"
             assert together(peers)[-20:] == list(range(steps - 19, steps + 1)), "no step without one of them"
+
+    def test_a_helper_in_the_middle_passes_the_state_on_to_who_cannot_fetch_it(self, swarm: Swarm) -> None:
+        with star_of_namespaces() as (middle, left, right):
+            helps = {"network": middle.name, "strategy": {"auxiliary": True}, "trainer": ENDLESS}
+            swarm.start(1, together=False, peers=[helps])
+            (first,) = swarm.start(1, together=False, peers=[{"network": left.name}], trainer=ENDLESS, delay_s=0.1)
+            first.wait_epoch(3)
+            (late,) = swarm.start(1, together=False, peers=[{"network": right.name}], trainer=ENDLESS, delay_s=0.1)
+            late.wait_until(lambda: bool(together([first, late])), timeout_s=60, what="both in one step")
+            assert late.said("StateLoaded")

@@ -39,7 +39,8 @@ class Blockwise4BitQuantization(NativeCompression):
 class TopKCompression(NativeCompression):
     """The largest values in float16, the others zero: ``share`` of them, 3 bytes for each.
 
-    What is left out is added to what this peer sends next, so nothing is lost, only late. For gradients.
+    What is left out is added to what this peer sends next: late, not lost, unless it falls out of the swarm.
+    For gradients.
     """
 
     def __init__(self, share: float = 1 / 32) -> None:

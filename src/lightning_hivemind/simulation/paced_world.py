@@ -54,20 +54,20 @@ class PacedWorld(World):
     # ------------------------------------------------------------------ records
 
     def _publish(self, peer: SimulatedPeer) -> None:
-        """Say where it stands; the engine does so when that has changed."""
+        """Say where it stands, when that has changed. (The engine does so from time to time besides, as it lives.)"""
         self._look(peer, None)
 
     def _look(self, peer: SimulatedPeer, published: object) -> None:
         if not peer.alive:
             return
-        record = self._record(peer)
-        head = record.head if record is not None else None
-        if record is not None and head != published:
+        place = self._place(peer)
+        head = place.head if place is not None else None
+        if place is not None and head != published:
 
             def read() -> None:
                 for other in self.everybody:
-                    if other.alive and other is not peer and other.quick.would_learn(peer.name, record.head):
-                        other.core.saw(peer.name, record, self.now)
+                    if other.alive and other is not peer and other.quick.would_learn(peer.name, place):
+                        other.core.saw(peer.name, place, self.now)
                         if other.quick.wants_something:  # most records lead to nothing
                             other.carry_out()
 

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, rank
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Plan
-from lightning_hivemind.engine.native.protocol.roster import Record, Roster
+from lightning_hivemind.engine.native.protocol.roster import Place, Roster
 from lightning_hivemind.engine.native.protocol.rounds import Rounds
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
@@ -52,10 +52,10 @@ class QuickRoster(Roster):
         self._sum_head: Head | None = None
         self._sum = 0
 
-    def record(self, peer: PeerId, record: Record, now: float, *, outdated: bool) -> bool:
-        if peer in self._gone:
+    def record(self, peer: PeerId, place: Place, now: float, *, outdated: bool) -> bool:
+        if not self.reachable({peer}):
             self._forget()
-        return super().record(peer, record, now, outdated=outdated)
+        return super().record(peer, place, now, outdated=outdated)
 
     def note(self, peer: PeerId, head: Head, samples: int, *, outdated: bool) -> None:
         known, before = peer in self._seen, self._part(peer)
@@ -69,7 +69,7 @@ class QuickRoster(Roster):
         super().lost(peer)
 
     def alive(self, peer: PeerId) -> None:
-        if peer in self._gone or peer in self._cut:
+        if not self.reachable({peer}):
             self._forget()
         super().alive(peer)
 
@@ -77,10 +77,10 @@ class QuickRoster(Roster):
         self._sum_head = None
         super().moved(peers, parent, head)
 
-    def news(self, peer: PeerId, head: Head) -> bool:
-        """Whether a record of ``peer`` at ``head`` would say anything that is not known here."""
+    def news(self, peer: PeerId, place: Place) -> bool:
+        """Whether a record of ``peer`` would say anything that is not known here."""
         known = self._seen.get(peer)
-        return known is None or known.head != head or peer in self._gone
+        return known is None or (known.head, known.cuts) != (place.head, place.cuts) or not self.reachable({peer})
 
     def living(self) -> list[PeerId]:
         if self._living is None:
@@ -103,7 +103,7 @@ class QuickRoster(Roster):
     def _may_call(self, peer: PeerId, head: Head) -> bool:
         known = self._seen.get(peer)
         here = known is not None and known.head == head
-        return here and peer not in self._gone and peer not in self._cut and peer not in self._idle
+        return here and bool(self.reachable({peer})) and peer not in self._idle
 
     def _counted(self, head: Head) -> int:
         if self._sum_head != head:
@@ -112,7 +112,7 @@ class QuickRoster(Roster):
 
     def _part(self, peer: PeerId) -> int:
         known = self._seen.get(peer)
-        counts = known is not None and known.head == self._sum_head and peer not in self._gone
+        counts = known is not None and known.head == self._sum_head and bool(self.reachable({peer}))
         return known.samples if known is not None and counts else 0
 
     def _forget(self) -> None:
@@ -133,9 +133,9 @@ class QuickPeer(Peer):
         """Whether :meth:`take` has anything."""
         return bool(self._out)
 
-    def would_learn(self, peer: PeerId, head: Head) -> bool:
+    def would_learn(self, peer: PeerId, place: Place) -> bool:
         """See :meth:`QuickRoster.news`."""
-        return self._roster.news(peer, head)
+        return self._roster.news(peer, place)
 
 
 @contextmanager

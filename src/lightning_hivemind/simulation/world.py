@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
-from lightning_hivemind.engine.native.protocol.roster import Record
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.clock import Clock
 from lightning_hivemind.simulation.network import Network
@@ -57,9 +57,9 @@ class World:
             assert best.parameters is not None
             peer.applied = list(best.applied)
             for one in donors:  # a joiner reads the others' records before it starts
-                record = self._record(one)
-                assert record is not None
-                peer.core.saw(one.name, record, self.now)
+                place = self._place(one)
+                assert place is not None
+                peer.core.saw(one.name, place, self.now)
             peer.start(Parameters(head=best.parameters.head, digest=best.parameters.digest))
         else:
             peer.start(Parameters(head=Head.root(self.settings.run, name), digest=b"initial"))
@@ -79,10 +79,10 @@ class World:
         """Its record in the DHT: everybody to whom a way leads, through others if need be, reads it sooner or later."""
         if not peer.alive or self.peers[peer.name] is not peer:
             return
-        record = self._record(peer)
-        if not peer.frozen and record is not None:
+        place = self._place(peer)
+        if not peer.frozen and place is not None:
             for other in self._in_reach(peer):
-                self._deliver_record(peer.name, other, record)
+                self._deliver_record(peer.name, other, place)
         self.clock.after(RECORD_S, lambda: self._publish(peer))
 
     def _in_reach(self, peer: SimulatedPeer) -> list[SimulatedPeer]:
@@ -93,16 +93,16 @@ class World:
             left = [other for other in left if other not in found]
         return found[1:]
 
-    def _record(self, peer: SimulatedPeer) -> Record | None:
+    def _place(self, peer: SimulatedPeer) -> Place | None:
         core, reduces = peer.core, peer.habits.reduces
         if core.head is None:
             return None
-        return Record(head=core.head, samples=core.samples, stamp=self.now, reduces=reduces, cuts=len(core.cut))
+        return Place(head=core.head, samples=core.samples, stamp=self.now, reduces=reduces, cuts=len(core.cut))
 
-    def _deliver_record(self, name: str, other: SimulatedPeer, record: Record) -> None:
+    def _deliver_record(self, name: str, other: SimulatedPeer, place: Place) -> None:
         def arrive() -> None:
             if other.alive and not other.frozen:
-                other.core.saw(name, record, self.now)
+                other.core.saw(name, place, self.now)
                 other.carry_out()
 
         self.clock.after(self.network.detection_s(other.name, name) * 0.25, arrive)

@@ -16,9 +16,11 @@ from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer
-from lightning_hivemind.engine.native.protocol.roster import Record
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.seam import Given
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.sink import Payload
 from swarm.town import Town, wait_for
 
 TARGET = 64
@@ -79,7 +81,7 @@ class Run:
         for name, driver in self.drivers.items():
             for other in names:
                 if other != name:
-                    driver.saw(other, Record(head=root, samples=0, stamp=0.0))
+                    driver.saw(other, Place(head=root, samples=0, stamp=0.0))
             driver.adopt(root)
 
     def contribute(self, samples: dict[str, int]) -> dict[str, Tensor]:
@@ -145,6 +147,32 @@ def test_a_peer_without_samples_gets_the_average_and_changes_nothing(runs: list[
     run.wait_for_commit(1)
     assert torch.equal(run.trainees["a"].averages[0], run.trainees["c"].averages[0])
     assert torch.allclose(run.trainees["c"].averages[0].double(), mean(given, {"a": 1, "b": 1}), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Kind.INPUT, Kind.RESULT])
+def test_what_is_damaged_in_the_clear_is_asked_for_again(
+    runs: list[Run], kind: Kind, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(["a", "b"], Layout(5000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    links, damaged = run.town.links["a"], []
+    send = links.send
+
+    def damages_once(peer: str, header: Header, payload: Payload = ()) -> None:
+        if header.kind is kind and not damaged:
+            damaged.append(header)
+            (data,) = payload
+            payload = (bytes([data[0] ^ 1]) + bytes(data[1:]),)
+        send(peer, header, payload)
+
+    monkeypatch.setattr(links, "send", damages_once)
+    samples = {"a": 40, "b": 40}
+    given = run.contribute(samples)
+    run.wait_for_commit(1)
+    assert damaged
+    assert "was damaged on the way" in caplog.text
+    for trainee in run.trainees.values():
+        assert torch.allclose(trainee.averages[0].double(), mean(given, samples), rtol=1e-5, atol=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(runs: list[Run]) -> None:

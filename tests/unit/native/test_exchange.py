@@ -60,7 +60,7 @@ def test_nothing_is_lost_of_what_top_k_leaves_out(codecs: list[ChunkCodec]) -> N
     commit = exchange_all(exchanges, plan_of(SAMPLES))
     assert torch.equal(exchanges["a"].result, exchanges["b"].result)
     total = sum(count * given[peer] for peer, count in SAMPLES.items())
-    rest = sum(exchange.left_out(commit) for exchange in exchanges.values())
+    rest = sum(exchange.left_out(commit, complete=True) for exchange in exchanges.values())
     torch.testing.assert_close(8 * exchanges["a"].result + rest, total, rtol=1e-5, atol=1e-5)
     assert int((exchanges["a"].result[512:] != 0).sum()) <= 2 * 8
 
@@ -74,7 +74,7 @@ def test_who_gives_nothing_keeps_what_it_has_left_out_of_the_averages() -> None:
     plan = plan_of(SAMPLES, reducers="c")
     assert set(plan.owners) == {"c"}
     commit = exchange_all(exchanges, plan)
-    rests = {peer: exchange.left_out(commit) for peer, exchange in exchanges.items()}
+    rests = {peer: exchange.left_out(commit, complete=True) for peer, exchange in exchanges.items()}
     assert rests["c"] is not None
     assert bool(rests["c"].any())
     total = 3 * random(0) + 5 * random(1)
@@ -88,7 +88,7 @@ def test_a_gradient_that_is_not_finite_and_was_refused_is_not_left_out_but_forgo
     exchanges["a"] = Exchange(LAYOUT, [TopK(8)] * 2, "a", values)
     exchanges["a"].input(0)
     commit = exchange_all(exchanges, plan_of({"b": 5}))
-    rest = exchanges["a"].left_out(commit)
+    rest = exchanges["a"].left_out(commit, complete=True)
     assert rest is not None
     assert bool(torch.isfinite(rest).all())
 
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_and_was_refused_is_not_left_out_but_forgo
 def test_codecs_that_send_everything_leave_out_nothing() -> None:
     exchanges = {peer: Exchange(LAYOUT, [Exact()] * 2, peer, random(0)) for peer in SAMPLES}
     commit = exchange_all(exchanges, plan_of(SAMPLES))
-    assert exchanges["a"].left_out(commit) is None
+    assert exchanges["a"].left_out(commit, complete=True) is None
 
 
 def test_a_result_that_arrives_while_a_newer_plan_begins_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:

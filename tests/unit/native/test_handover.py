@@ -39,7 +39,7 @@ class Desk:
     def commit(self, *contributions: Contribution, average: Tensor | None = AVERAGE) -> Commit:
         """The next of the chain, decided."""
         made = commit_on(self.tip, *contributions)
-        self.handover.committed(made, average)
+        self.handover.committed(made, average, None)
         self.tip = made.head
         return made
 
@@ -320,7 +320,7 @@ def test_who_is_alone_does_not_hold(desk: Desk) -> None:
         desk.handover.end_batch()
         desk.add(8)
         made = Commit(round=bytes(16), parent=desk.tip, contributions=(desk.give(),), digest=b"d")
-        desk.handover.committed(made, AVERAGE)
+        desk.handover.committed(made, AVERAGE, None)
         desk.tip = made.head
     desk.add(8)
     assert desk.handover.hold_until() <= time.monotonic()

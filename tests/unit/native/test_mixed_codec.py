@@ -66,14 +66,17 @@ def test_a_value_that_is_not_finite_is_never_hidden() -> None:
 
 def test_hivemind_s_adaptive_codecs_choose_as_they_do_there() -> None:
     by_size = theirs.SizeAdaptiveCompression(10, theirs.NoCompression(), theirs.Uniform8BitQuantization())
-    assert [codec.name for _, codec in map_codec(by_size, "x").of_all([9, 10, 11])] == ["exact", *["uniform 8 bit"] * 2]
+    assert [codec.name for _, codec in map_codec(by_size, "x").of_all([9, 10, 11], 3)] == [
+        "exact",
+        *["uniform 8 bit"] * 2,
+    ]
     by_role = theirs.RoleAdaptiveCompression(gradient=theirs.Float16Compression(), default=by_size)
     assert map_codec(by_role, "x").name == "float16"
     for given_ in ([theirs.NoCompression(), by_size], {0: theirs.NoCompression(), 1: by_size}):
         by_place = map_codec(theirs.PerTensorCompression(given_), "x")
-        assert [codec.name for _, codec in by_place.of_all([99, 10])] == ["exact", "uniform 8 bit"]
+        assert [codec.name for _, codec in by_place.of_all([99, 10], 2)] == ["exact", "uniform 8 bit"]
     with pytest.raises(ArgumentError, match="says nothing of tensor 2"):
-        by_place.of_all([1, 2, 3])
+        by_place.of_all([1, 2, 3], 3)
 
 
 def test_unlike_choices_have_unlike_names() -> None:
@@ -87,8 +90,18 @@ def test_unlike_choices_have_unlike_names() -> None:
 def test_top_k_is_mapped_with_its_share_also_as_a_part() -> None:
     assert map_codec(TopKCompression(share=1 / 32), "grad_compression").name == "top 8 of 256"
     coding = map_codec(theirs.SizeAdaptiveCompression(9, None, TopKCompression()), "grad_compression")
-    codecs = per_chunk(coding.of_all([4, 4, 20]), [slice(0, 8), slice(8, 28), slice(0, 0)])
+    codecs = per_chunk(coding.of_all([4, 4, 20], 3), [slice(0, 8), slice(8, 28), slice(0, 0)])
     assert [codec.leaves_out for codec in codecs[:2]] == [False, True]
+
+
+def test_what_is_no_gradient_is_sent_whole_where_a_codec_would_leave_something_out() -> None:
+    coding = map_codec(theirs.SizeAdaptiveCompression(9, theirs.Float16Compression(), TopKCompression()), "x")
+    assert [codec.name for _, codec in coding.of_all([4, 20, 4, 20], 2)] == [
+        "float16",
+        "top 8 of 256",
+        "float16",
+        "exact",
+    ]
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-3, 1.5, True, "1/32"])

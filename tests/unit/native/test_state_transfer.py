@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,10 +51,14 @@ def test_a_state_arrives_whole_and_is_the_donors(office: Office) -> None:
 def test_a_state_that_is_here_is_not_sent_again(office: Office) -> None:
     source = snapshot(1)
     office.add("a", source)
-    found = office.fetch(known=source.digest)
+    found = office.fetch(known=(source.head, source.digest))
     assert found is not None
     assert (found[0].head, found[1].numel()) == (source.head, 0)
     assert not office.ranges_of()
+    another = replace(source.head, epoch=source.head.epoch + 1)  # after a step that changed no parameter
+    found = office.fetch(known=(another, source.digest))
+    assert found is not None
+    assert torch.equal(found[1], source.memory)
 
 
 def test_donors_that_have_the_same_bytes_share_the_work(office: Office) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.messages import Progress
-from lightning_hivemind.engine.native.protocol.roster import Record
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.whereabouts import _read
 from lightning_hivemind.engine.native.wire.encoding import decode, encode
 
@@ -18,7 +18,7 @@ GOOD = [3, b"x" * 16, 300, 20, True, 2, 12.5]
 
 def test_a_record_says_where_a_peer_stands() -> None:
     head = Head(epoch=3, lineage=b"x" * 16, samples=300)
-    assert _read(GOOD) == Record(head=head, samples=20, reduces=True, cuts=2, stamp=12.5)
+    assert _read(GOOD) == Place(head=head, samples=20, reduces=True, cuts=2, stamp=12.5)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import pytest
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution
 from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.network import HostileNetwork
 from lightning_hivemind.simulation.trainer import Habits
 from lightning_hivemind.simulation.world import World
+from swarm.table import Table
 
 BATCH_S, SECONDS = 0.1, 30.0
 
@@ -77,6 +79,18 @@ def test_who_dies_is_not_taken_for_one_that_is_out_of_reach_for_long() -> None:
     world.clock.run(SECONDS + 40.0)
     assert [peer.core.cut for peer in world.living()] == [(), ()]
     assert [peer.core.living for peer in world.living()] == [("c",), ("a",)]
+
+
+def test_two_that_each_believe_the_other_cut_off_agree_on_who_leads() -> None:
+    """After a heal, say: each knows itself better than the other's last record does."""
+    table = Table(["a", "b"], Settings(run="run", target_samples=16, chunks=2))
+    for name, other in (("a", "b"), ("b", "a")):
+        head = table.peers[other].head
+        assert head is not None
+        table.peers[name].saw(other, Place(head=head, samples=0, stamp=1.0, cuts=1), table.now)
+    table.train(a=16, b=16)
+    table.wait(1.0)
+    assert [len(table.applied[name]) for name in "ab"] == [1, 1]
 
 
 def test_chunks_are_given_to_those_to_whom_all_members_have_connections() -> None:

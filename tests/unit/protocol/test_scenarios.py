@@ -20,7 +20,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Progress,
 )
 from lightning_hivemind.engine.native.protocol.peer import Peer
-from lightning_hivemind.engine.native.protocol.roster import Record
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from swarm.table import Data, Table, by_rank
 
@@ -97,7 +97,7 @@ def test_of_two_lineages_the_one_with_more_samples_wins_however_many_steps_the_o
     other = "heavy" if reader == "light" else "light"
     head = table.peers[other].head
     assert head is not None
-    table.peers[reader].saw(other, Record(head=head, samples=0, stamp=9.0), table.now)
+    table.peers[reader].saw(other, Place(head=head, samples=0, stamp=9.0), table.now)
     table.wait(1.0)
     assert {name for name, action in table.done if isinstance(action, CatchUp)} == {"light"}
 
@@ -108,7 +108,7 @@ def test_a_peer_does_not_count_its_own_samples_twice() -> None:
     table.gone.add(FIRST)  # frozen, and not yet noticed; its record says 60
     head = table.peers[SECOND].head
     assert head is not None
-    table.peers[SECOND].saw(FIRST, Record(head=head, samples=60, stamp=1.0), table.now)
+    table.peers[SECOND].saw(FIRST, Place(head=head, samples=60, stamp=1.0), table.now)
     table.train(**{SECOND: 45})
     table.wait(8.0)
     table.kill(FIRST)

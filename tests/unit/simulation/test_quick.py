@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Plan
-from lightning_hivemind.engine.native.protocol.roster import Record, Roster
+from lightning_hivemind.engine.native.protocol.roster import Place, Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.quick import QuickRoster, Ranks, computed_once
 
@@ -46,8 +46,8 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
         for one in (plain, quick):
             match what:
                 case "record":
-                    record = Record(head=head, samples=samples, reduces=flag, cuts=samples % 3, stamp=stamp - samples)
-                    one.record(peer, record, stamp, outdated=not flag)
+                    place = Place(head=head, samples=samples, reduces=flag, cuts=samples % 3, stamp=stamp - samples)
+                    one.record(peer, place, stamp, outdated=not flag)
                 case "note":
                     one.note(peer, head, samples, outdated=flag)
                 case "lost" | "alive" | "let_pass":

@@ -18,7 +18,7 @@ from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable
 
 MOST_DONORS = 4
 PAUSE_S = 0.5
-#: before a donor that is no further than this peer is asked again
+#: before donors that are no further than this peer are asked again; doubled up to PAUSE_S
 NO_NEWS_S = 0.05
 
 
@@ -36,8 +36,9 @@ class CatchingUp:
     ) -> None:
         self._a, self._parts, self._records, self._training = arguments, parts, records, training
         self._stepper, self._events = stepper, events
-        #: the state that was fetched last, as long as this peer stands there: its head and digest
+        #: head and digest of the state that was installed last
         self._fetched: tuple[Head, bytes] | None = None
+        self._no_news_s = NO_NEWS_S
         self._relay = Relay(
             parts.downloads, self._donors, lambda: parts.driver.status.head, stepper.read, training.should_abort
         )
@@ -60,16 +61,17 @@ class CatchingUp:
                 break
             error: StateError | None = None
             try:
-                found = self._fetch(donors, left_s, None if preferred else head)
+                found, news = self._fetch(donors, left_s, None if preferred else head)
             except StateError as failure:
-                found, error = None, failure
-            if found == head and not preferred:  # the swarm is a step ahead of its donors' parameters
-                time.sleep(NO_NEWS_S)
-                parts.handover.settle(found)
-                return found
+                found, news, error = None, False, failure
             if found is not None:
                 parts.handover.settle(found)
-                self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))
+                if news:
+                    self._no_news_s = NO_NEWS_S
+                    self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))
+                else:  # the swarm is a step ahead of its donors' parameters
+                    time.sleep(self._no_news_s)
+                    self._no_news_s = min(2 * self._no_news_s, PAUSE_S)
                 return found
             problem = str(error) if error is not None else problem
             self._events.emit(StateUnavailable(epoch=head.epoch, reason=problem, action="trying again"))
@@ -83,7 +85,7 @@ class CatchingUp:
             )
         reason = "nobody is there"
         if self._out_of_reach - set(self._records.auxiliaries):
-            reason = "all that train are clients, as this peer is"
+            reason = "all that train are clients, as this peer is" if self._a.client_mode else "no connection to any"
             swarm = parts.driver.status.head
             if swarm is not None and swarm.epoch > head.epoch:
                 raise StateError(
@@ -113,18 +115,20 @@ class CatchingUp:
 
     @property
     def _out_of_reach(self) -> frozenset[str]:
-        """Two peers that both accept no connections have none."""
-        return self._parts.driver.status.clients if self._a.client_mode else frozenset()
+        """Two peers that both accept no connections have none, nor may others."""
+        status = self._parts.driver.status
+        return frozenset(status.cut) | (status.clients if self._a.client_mode else frozenset())
 
-    def _fetch(self, donors: list[str], timeout_s: float, here: Head | None) -> Head | None:
-        """``here``: where this peer stands, if its parameters are those of that head."""
-        known = self._fetched[1] if self._fetched is not None and self._fetched[0] == here else b""
+    def _fetch(self, donors: list[str], timeout_s: float, here: Head | None) -> tuple[Head | None, bool]:
+        """The head of the donors' state, and whether it was installed: not if this peer stands ``here`` with it."""
+        known = self._fetched if self._fetched is not None and self._fetched[0] == here else None
         abort = self._training.should_abort
         found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, abort, known)
         if found is None:
-            return None
+            return None, False
         description, memory = found
-        if description.digest != known:
+        state = description.head, description.digest
+        if state != known:
             self._stepper.adopt(description, memory)
-            self._fetched = description.head, description.digest
-        return description.head
+            self._fetched = state
+        return description.head, state != known

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -32,7 +33,7 @@ from lightning_hivemind.engine.native.protocol.actions import (
 )
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
 from lightning_hivemind.engine.native.protocol.peer import Peer
-from lightning_hivemind.engine.native.protocol.roster import Record
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.seam import Status, Training
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
@@ -116,15 +117,15 @@ class Driver:
         """Take part in the rounds of those at ``head``, whose state this peer does not have yet."""
         self._tell(lambda now: self._follow(head, (), now))
 
-    def saw(self, peer: PeerId, record: Record) -> None:
+    def saw(self, peer: PeerId, place: Place) -> None:
         """A peer's record was read; see :meth:`.peer.Peer.saw`. A connection to it is warm before the first round.
 
         (One that cannot be dialled is waited for: it greets this peer.)
         """
-        if record.reduces and peer not in self._greeted and self._links is not None:
+        if place.reduces and peer not in self._greeted and self._links is not None:
             self._greeted.add(peer)
             self._links.send(peer, Header(kind=Kind.PING))
-        self._events.put(lambda now: self._peer.saw(peer, record, now))
+        self._events.put(lambda now: self._peer.saw(peer, place, now))
 
     # ------------------------------------------------------------------ what the connections say (see wire.sink)
 
@@ -180,16 +181,23 @@ class Driver:
 
     def _take_input(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
         exchange = self._exchanges.get(header.round)
-        if exchange is not None:
+        if exchange is not None and self._is_whole(peer, header, payload):
             exchange.keep(header.chunk, peer, payload)
             self._peer.input_arrived(header.round, header.chunk, peer, now)
 
     def _take_result(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
         exchange = self._exchanges.get(header.round)
-        if exchange is not None:
+        if exchange is not None and self._is_whole(peer, header, payload):
             digest = header.checksum.to_bytes(4, "big")
             exchange.take(header.chunk, header.version, peer, payload)
             self._peer.result_arrived(header.round, header.chunk, header.version, digest, peer, now)
+
+    def _is_whole(self, peer: PeerId, header: Header, payload: memoryview) -> bool:
+        """Whether these are the bytes that were sent; if not, they will be asked for again."""
+        if not self._out.in_the_clear or zlib.crc32(payload) == header.checksum:
+            return True
+        log.warning("a chunk of peer %s was damaged on the way (insecure_lan=True), and is asked for again", peer)
+        return False
 
     # ------------------------------------------------------------------ the thread
 
@@ -284,10 +292,9 @@ class Driver:
             case Apply(commit=commit, complete=complete):
                 exchange = self._end_exchange(commit.round)
                 self._given = self._called = None
-                if complete and exchange is not None:
-                    self._training.committed(commit, exchange.result, exchange.left_out(commit))
-                else:
-                    self._training.committed(commit, None, None)
+                average = exchange.result if complete and exchange is not None else None
+                left_out = exchange.left_out(commit, complete=complete) if exchange is not None else None
+                self._training.committed(commit, average, left_out)
                 self._count(self._now())
             case GiveUp(round=round_id, reason=reason):
                 exchange = self._end_exchange(round_id)
@@ -325,7 +332,8 @@ class Driver:
             self._peer.input_arrived(action.round, action.chunk, self._peer.me, self._now())
             return
         data = exchange.input(action.chunk)
-        header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data))
+        checksum = zlib.crc32(data) if self._out.in_the_clear else 0
+        header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data), checksum=checksum)
         self._out.send(action.to, header, (data,))
 
     def _reduce(self, action: Reduce) -> None:

@@ -55,7 +55,7 @@ class Exchange:
         self._reduced: dict[int, memoryview] = {}
         #: what codecs have left out of this peer's contribution, and of the averages of chunks that it has reduced
         self._leaves_out = any(codec.leaves_out for codec in codecs)
-        self._unsent = torch.zeros(layout.elements if self._leaves_out else 0)
+        self._unsent = self._memory.floats(layout.elements if self._leaves_out else 0).zero_()
         self._unsaid: dict[int, Tensor] = {}
 
     def begin(self, plan: Plan) -> None:
@@ -84,7 +84,7 @@ class Exchange:
         assert self._given is not None, "this peer has nothing to give in this round"
         span, codec = self._layout.span(chunk), self._codecs[chunk]
         data = codec.encode(self._given[span])
-        if self._leaves_out:
+        if codec.leaves_out:
             rest = self._unsent[span]
             codec.decode(data, rest)
             torch.sub(self._given[span], rest, out=rest)
@@ -136,7 +136,7 @@ class Exchange:
                 torch.mul(values, weight, out=target)
             else:
                 target.add_(values, alpha=weight)
-        average = target.clone() if codec.leaves_out else target
+        average = self._memory.floats(size).copy_(target) if codec.leaves_out else target
         self._reduced[chunk] = data = codec.encode(target)
         codec.decode(data, target)  # what the others will have
         if codec.leaves_out:
@@ -167,18 +167,19 @@ class Exchange:
         if self._plan is None or self._plan.wants(chunk, version, peer):
             self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
 
-    def left_out(self, commit: Commit) -> Tensor | None:
+    def left_out(self, commit: Commit, *, complete: bool) -> Tensor | None:
         """What is to be added to what this peer gives next, once the round has ended in ``commit``.
 
         float32 CPU (elements,), a sum over samples: what codecs have left out of its contribution, if that is in the
-        commit, and of the averages that it has sent to all. None if they leave out nothing.
+        commit, and (if its plan was the last one: ``complete``) of the averages that it has sent to all. None if they
+        leave out nothing.
         """
         if not self._leaves_out or self._plan is None:
             return None
         mine = sum(one.samples for one in commit.contributions if one.peer == self._me)
         rest = self._unsent.mul_(mine) if mine else self._unsent.zero_()  # (it may not be finite)
         for chunk, unsaid in self._unsaid.items():
-            if self._plan.owners[chunk] == self._me:
+            if complete and self._plan.owners[chunk] == self._me:
                 rest[self._layout.span(chunk)].add_(unsaid, alpha=commit.samples)
         return rest
 

@@ -154,7 +154,8 @@ class Gradients:
             if values is None:
                 return None
             if self._left_out is not None:
-                values = torch.add(values, self._left_out, alpha=1 / mean.samples)
+                given = self._memory.floats(values.numel())
+                values = torch.add(values, self._left_out, alpha=1 / mean.samples, out=given)
             self._back = None
             if not self._sum.busy:
                 self._sum.clear()

@@ -97,7 +97,7 @@ class Handover:
             self.under_way, self._failure = False, reason if begun else self._failure
             self.changed.notify_all()
 
-    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None = None) -> None:
+    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
         now = time.monotonic()
         listed = [one for one in commit.contributions if one.peer == self._me]
         counted = self._gradients.counted(listed)

@@ -23,6 +23,7 @@ from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
+from lightning_hivemind.engine.native.whereabouts import AGAIN_S
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.tls import Certificate
 from lightning_hivemind.errors import AddressError
@@ -71,7 +72,7 @@ def build(
     """Everything runs, and answers; this peer stands nowhere yet. ``copy_state``: see :class:`.Donor`."""
     layout = Layout(gradients.elements)
     memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
-    codecs = per_chunk(coding.of_all(gradients.sizes), layout.spans)
+    codecs = per_chunk(coding.of_all(gradients.sizes, len(gradients.parameters)), layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(
         run=arguments.run_id,
@@ -81,6 +82,7 @@ def build(
         stall_s=arguments.next_chunk_timeout,
         detect_s=DETECT_S,
         round_s=arguments.allreduce_timeout,
+        lives_s=3 * AGAIN_S,
     )
     waits_s = 0.0 if overlaps(arguments) else 0.8 * arguments.matchmaking_time
     pace = Pace(arguments.target_batch_size, longest_s=waits_s)

@@ -12,13 +12,13 @@ from lightning_hivemind.engine.native.agreement import Agreement
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.introductions import Introductions
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.protocol.roster import Record
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
 
 #: between two looks at the records that are here anyway, and between two changes of this peer's own
 LOOK_S, PUBLISH_S = 0.5, 2.0
-#: what has not changed is published again: it shows that this peer lives (``Settings.lives_s``)
+#: what has not changed is published again: it shows that this peer lives
 AGAIN_S = 10.0
 REFRESH_S, FIRST_LOOK_S, STOP_S = 3.0, 5.0, 1.0
 #: of addresses in a record, which is small
@@ -108,7 +108,7 @@ def _read_addresses(value: Any) -> list[str]:
     return [one for one in value[:MOST_ADDRESSES] if isinstance(one, str) and len(one) <= MAX_ADDRESS]
 
 
-def _read(value: Any) -> Record | None:
+def _read(value: Any) -> Place | None:
     """What another peer has published; None if it is no such thing."""
     if not isinstance(value, list) or len(value) != 7:
         return None
@@ -119,4 +119,4 @@ def _read(value: Any) -> Record | None:
     if not isinstance(reduces, bool) or not isinstance(stamp, float) or not math.isfinite(stamp):
         return None
     head = Head(epoch=epoch, lineage=lineage, samples=total)
-    return Record(head=head, samples=samples, stamp=stamp, reduces=reduces, cuts=cuts)
+    return Place(head=head, samples=samples, stamp=stamp, reduces=reduces, cuts=cuts)

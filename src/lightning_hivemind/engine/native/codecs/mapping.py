@@ -38,9 +38,15 @@ class Coding:
     name: str
     of: Callable[[int, int], ChunkCodec]
 
-    def of_all(self, sizes: Sequence[int]) -> list[tuple[int, ChunkCodec]]:
-        """The numbers of elements, each with its codec."""
-        return [(size, self.of(place, size)) for place, size in enumerate(sizes)]
+    def of_all(self, sizes: Sequence[int], gradients: int) -> list[tuple[int, ChunkCodec]]:
+        """The numbers of elements, each with its codec.
+
+        What is left out of the first ``gradients`` is sent later. The others are how far values are from where they
+        should be: what is left out of that is seen again, and would count twice; so it is sent whole.
+        """
+        codecs = [self.of(place, size) for place, size in enumerate(sizes)]
+        whole = [codec.leaves_out and place >= gradients for place, codec in enumerate(codecs)]
+        return [(size, Exact() if all_ else codec) for size, codec, all_ in zip(sizes, codecs, whole, strict=True)]
 
 
 def map_codec(given: Any, name: str) -> Coding:

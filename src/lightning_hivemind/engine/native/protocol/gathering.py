@@ -15,9 +15,16 @@ class Gathering:
     """From the first call until the plan is made, or the attempt is given up."""
 
     def __init__(
-        self, settings: Settings, me: PeerId, round_id: RoundId, head: Head, emit: Callable[[Action], None], now: float
+        self,
+        settings: Settings,
+        me: PeerId,
+        round_id: RoundId,
+        head: Head,
+        cuts: int,
+        emit: Callable[[Action], None],
+        now: float,
     ) -> None:
-        self._settings, self._me, self._emit = settings, me, emit
+        self._settings, self._me, self._cuts, self._emit = settings, me, cuts, emit
         self.round, self.head = round_id, head
         #: who was called and has not answered yet
         self.awaited: set[PeerId] = set()
@@ -89,4 +96,4 @@ class Gathering:
             self._emit(Send(to=peer, message=Ended(round=self.round, reason=reason, aborted=True, better=better)))
 
     def _call(self, peer: PeerId) -> None:
-        self._emit(Send(to=peer, message=Call(round=self.round, head=self.head)))
+        self._emit(Send(to=peer, message=Call(round=self.round, head=self.head, cuts=self._cuts)))

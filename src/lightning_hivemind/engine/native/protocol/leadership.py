@@ -91,7 +91,6 @@ class Leadership:
         gathering, leading = self.gathering(message.round), self.coordinator(message.round)
         if gathering is not None:
             gathering.join(sender, message.offer)
-            self._roster.cuts_of(sender, len(message.offer.cut))
         elif leading is not None:
             leading.repeat(sender)
         else:
@@ -141,7 +140,8 @@ class Leadership:
             self._called += 1
             parts = f"{self._me} {self._called} ".encode() + self._incarnation
             round_id = hashlib.sha256(parts).digest()[:16]
-            self._gathering = Gathering(self._settings, self._me, round_id, head, self._emit, now)
+            cuts = len(self._roster.cut)
+            self._gathering = Gathering(self._settings, self._me, round_id, head, cuts, self._emit, now)
             self._gathering.call([self._me])
         elif self._due_since is None:
             self._due_since = now

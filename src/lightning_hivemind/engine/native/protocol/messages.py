@@ -28,10 +28,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """The coordinator asks a peer to come to a round. Repeated until it is answered."""
+    """The coordinator asks a peer to come to a round. Repeated until it is answered. ``cuts``: as in Progress."""
 
     round: RoundId
     head: Head
+    cuts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,9 +156,13 @@ class News:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """To a peer that lives, but to which there was no connection: is there one now? ``asks`` for the same in return."""
+    """To a peer that lives, but to which there was no connection: is there one now? ``asks`` for the same in return.
+
+    ``cuts``: as in Progress, without the receiver.
+    """
 
     asks: bool
+    cuts: int = 0
 
 
 Message = (

@@ -31,7 +31,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Undecided,
 )
 from lightning_hivemind.engine.native.protocol.plan import Offer
-from lightning_hivemind.engine.native.protocol.roster import Record, Roster
+from lightning_hivemind.engine.native.protocol.roster import Place, Roster
 from lightning_hivemind.engine.native.protocol.rounds import Rounds
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
@@ -116,11 +116,15 @@ class Peer:
             self._roster.begin_anew()
         self._settle(now)
 
-    def saw(self, peer: PeerId, record: Record, now: float) -> None:
+    def saw(self, peer: PeerId, place: Place, now: float) -> None:
         """A peer's record was read."""
         self._begin(now)
-        if self._roster.record(peer, record, now, outdated=self._standing.outdated(record.head)):
-            self._standing.same(peer, record.head)
+        before = self._roster.cut
+        if self._roster.record(peer, place, now, outdated=self._standing.outdated(place.head)):
+            if peer not in self._roster.cut:
+                self._standing.same(peer, place.head)
+            elif peer not in before:
+                self._emit(Note(what="lives, and there is no connection to it from here", peer=peer))
         self._settle(now)
 
     def lost(self, peer: PeerId, now: float) -> None:
@@ -222,6 +226,7 @@ class Peer:
             case Call():
                 if sender != self.me and not self._roster.knows(sender):
                     self._note(sender, message.head, 0)
+                self._roster.cuts_of(sender, message.cuts)
                 rounds.on_call(sender, message, now)
             case Join():
                 leadership.on_join(sender, message)
@@ -257,8 +262,9 @@ class Peer:
             case News():
                 self._on_news(sender, message, now)
             case Probe():
+                self._roster.cuts_of(sender, message.cuts)
                 if message.asks:
-                    self._emit(Send(to=sender, message=Probe(asks=False)))
+                    self._probe(sender, asks=False)
 
     def _on_news(self, sender: PeerId, message: News, now: float) -> None:
         head = self.head
@@ -280,6 +286,10 @@ class Peer:
 
     def _note(self, peer: PeerId, head: Head, samples: int) -> None:
         self._roster.note(peer, head, samples, outdated=self._standing.outdated(head))
+
+    def _probe(self, peer: PeerId, *, asks: bool) -> None:
+        cuts = len(set(self._roster.cut) - {peer})
+        self._emit(Send(to=peer, message=Probe(asks=asks, cuts=cuts)))
 
     def _report(self, now: float) -> None:
         """Tell the candidate how far this peer is."""
@@ -303,8 +313,7 @@ class Peer:
             if not self._to_self:
                 break
         for peer in self._roster.to_probe(now):
-            self._emit(Send(to=peer, message=Probe(asks=True)))
-            self._emit(Note(what="lives, and cannot be reached: others lead, and average for both", peer=peer))
+            self._probe(peer, asks=True)
         if self._reported != self._standing.settled:
             self._report(now)
 

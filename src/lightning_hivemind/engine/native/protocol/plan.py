@@ -16,7 +16,7 @@ class Offer:
         contribution: None if it has nothing to give.
         reduces: whether it can be given chunks to reduce: others can reach it.
         bandwidth: that it can send with, for its share of the chunks; any unit, if all use the same.
-        cut: those who live, but to whom it has no connection.
+        cut: to whom it has no connection, dead or alive.
         stop: it wants the run to end.
     """
 
@@ -126,8 +126,7 @@ def make_plan(
 
 def reducers_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, float]:
     """Which members can be given chunks, with their bandwidths: those to whom all others have a connection."""
-    pairs = {frozenset({peer, other}) for peer, offer in offers.items() for other in offer.cut if other in offers}
-    without = {peer for pair in pairs for peer in pair}
+    without = {one for peer, offer in offers.items() for other in offer.cut if other in offers for one in (peer, other)}
     return {peer: one.bandwidth for peer, one in offers.items() if one.reduces and peer not in without}
 
 

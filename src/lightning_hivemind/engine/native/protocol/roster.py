@@ -12,8 +12,8 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """What a peer publishes for all others.
+class Place:
+    """Where a peer stands, as it publishes it for all others.
 
     Attributes:
         reduces: others can connect to it.
@@ -30,7 +30,7 @@ class Record:
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """What is known of another peer: its last :class:`Record`, and what it has said since.
+    """What is known of another peer: its last :class:`Place`, and what it has said since.
 
     ``silent``: it was lost and has published since, but has said nothing.
     """
@@ -59,7 +59,7 @@ class Roster:
         self._probe_s, self._lives_s = settings.probe_s, settings.lives_s
         self.samples = 0
         self._seen: dict[PeerId, Seen] = {}
-        #: lost ones, and the stamp of the last record before that
+        #: lost ones, and the stamp of the last record before that: older ones do not bring them back
         self._gone: dict[PeerId, float] = {}
         self._cut: dict[PeerId, Cut] = {}
         #: candidates that let a round pass at this epoch
@@ -69,19 +69,19 @@ class Roster:
 
     # ------------------------------------------------------------------ what is heard of others
 
-    def record(self, peer: PeerId, record: Record, now: float, *, outdated: bool) -> bool:
+    def record(self, peer: PeerId, place: Place, now: float, *, outdated: bool) -> bool:
         """Take a record in; False if it is older than what is known. ``outdated``: see :meth:`note`."""
         known = self._seen.get(peer)
         last = max(self._gone.get(peer, NEVER), known.stamp if known is not None else NEVER)
-        if peer == self._me or record.stamp <= last:
+        if peer == self._me or place.stamp <= last:
             return False
         returns = self._gone.pop(peer, None) is not None
-        self.note(peer, record.head, record.samples, outdated=outdated)
+        self.note(peer, place.head, place.samples, outdated=outdated)
         seen = self._seen[peer]
-        if peer in self._cut or (returns and seen.silent):  # lost a second time: the first may have been a restart
+        if peer in self._cut or (returns and seen.silent):  # lost again: the first may be a restart, or an old record
             self._cut.setdefault(peer, Cut(recorded_at=now)).recorded_at = now
         seen.silent = seen.silent or returns
-        seen.reduces, seen.cuts, seen.stamp = record.reduces, record.cuts, record.stamp
+        seen.reduces, seen.cuts, seen.stamp = place.reduces, place.cuts, place.stamp
         return True
 
     def note(self, peer: PeerId, head: Head, samples: int, *, outdated: bool) -> None:
@@ -129,9 +129,12 @@ class Roster:
             self._seen[peer].cuts = cuts
 
     def moved(self, peers: set[PeerId], parent: Head, head: Head) -> None:
-        """A commit leads from ``parent`` to ``head``, and these were in its round. Whose turn it is begins anew."""
+        """A commit leads from ``parent`` to ``head``, and these were in its round: they stood at ``parent``.
+
+        (Their last records may say where they stood seconds ago.) Whose turn it is begins anew.
+        """
         for peer in peers & set(self._seen):
-            if self._seen[peer].head == parent:
+            if self._seen[peer].head.epoch <= parent.epoch:
                 self._seen[peer].head, self._seen[peer].samples = head, 0
         self.begin_anew()
 
@@ -157,6 +160,11 @@ class Roster:
     def cut(self) -> tuple[PeerId, ...]:
         """Those that live, and cannot be reached from here."""
         return tuple(sorted(self._cut))
+
+    @property
+    def out_of_reach(self) -> tuple[PeerId, ...]:
+        """Those that cannot be reached from here, whether they live or not."""
+        return tuple(sorted({*self._cut, *self._gone}))
 
     def living(self) -> list[PeerId]:
         """All others that can be reached, in a fixed order."""
@@ -195,5 +203,5 @@ class Roster:
         return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head), cuts=len(self._cut))
 
     def _counted(self, head: Head) -> int:
-        here = (one.samples for peer, one in self._seen.items() if one.head == head and peer not in self._gone)
-        return self.samples + sum(here)
+        here = (self._seen[peer] for peer in self.reachable(set(self._seen)))
+        return self.samples + sum(one.samples for one in here if one.head == head)

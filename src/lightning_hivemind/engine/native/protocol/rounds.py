@@ -104,7 +104,7 @@ class Rounds:
         if joined is None or joined.round != round_id or joined.offer is not None:
             self._emit(GiveUp(round=round_id, reason="the round is over"))
         else:
-            joined.offer = offer = replace(offer, cut=self._roster.cut)
+            joined.offer = offer = replace(offer, cut=self._roster.out_of_reach)
             self._send(joined.coordinator, Join(round=round_id, offer=offer))
 
     def input_arrived(self, round_id: RoundId, chunk: int, peer: PeerId, now: float) -> None:

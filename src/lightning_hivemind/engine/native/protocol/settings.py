@@ -20,7 +20,7 @@ class Settings:
         round_s: how long a round may take altogether.
         resend_s: after so long without an answer a message is repeated.
         probe_s: how often to try a peer to which there is no connection, though it lives.
-        lives_s: for how long a record shows that a peer lives; it publishes one every third of that.
+        lives_s: for how long a record shows that a peer lives.
         backoff_s: pause after a failed round; doubled with each, up to ``max_backoff_s``.
     """
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import memory_of
-from lightning_hivemind.engine.native.protocol.lineage import PeerId
+from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import SendFrame
 from lightning_hivemind.engine.native.state.questions import WantsDescription, WantsRange
@@ -68,13 +68,13 @@ class Downloads:
         read: Reader,
         timeout_s: float,
         should_abort: Callable[[], bool],
-        known: bytes = b"",
+        known: tuple[Head, bytes] | None = None,
     ) -> tuple[Description, Tensor] | None:
         """The newest state that ``donors`` have, from all that have it, verified; None if nobody has any to give.
 
         Args:
             read: checks a description against this peer's model; raises StateError.
-            known: digest of a state that is not fetched again: it comes back without its bytes.
+            known: head and digest of a state that is not fetched again: it comes back without its bytes.
 
         Raises:
             StateError: what was offered does not fit, or did not arrive whole.
@@ -90,7 +90,7 @@ class Downloads:
             chosen = self._choose(attempt, read, deadline, should_abort)
             if chosen is None:
                 return None
-            if chosen.digest == known:
+            if (chosen.head, chosen.digest) == known:
                 return chosen, torch.empty(0, dtype=torch.uint8)
             description, memory = chosen, torch.zeros(chosen.size, dtype=torch.uint8)
             if not self._gather(attempt, description, memory, deadline, should_abort):

@@ -48,8 +48,8 @@ def dial(
 def _greet(
     plain: socket.socket, introduction: Introduction, greeting: Kind, context: ssl.SSLContext | None, timeout_s: float
 ) -> socket.socket:
-    host = plain.getpeername()[0].partition("%")[0]
-    if context is None and ipaddress.ip_address(host).is_global:
+    host = ipaddress.ip_address(plain.getpeername()[0].partition("%")[0])
+    if context is None and (getattr(host, "ipv4_mapped", None) or host).is_global:
         raise WireError(f"{host} is a public address, and insecure_lan=True sends in the clear")
     tune(plain, timeout_s)
     sock = plain if context is None else context.wrap_socket(plain)

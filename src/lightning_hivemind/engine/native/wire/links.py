@@ -229,6 +229,11 @@ class Links:
             outlet.send(header, payload)
 
     @property
+    def in_the_clear(self) -> bool:
+        """Nothing but TCP's own checksum, of 16 bits, protects what is sent."""
+        return self._certificate is None
+
+    @property
     def upload_rate(self) -> float:
         """Bytes per second that this peer can send, as far as was seen; see :mod:`.speed`. From one thread only."""
         with self._lock:
