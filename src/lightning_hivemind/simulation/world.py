@@ -139,7 +139,7 @@ class World:
             self.clock.after(0.0, lambda: arrive(sender) if sender.alive else None)
         elif target is not None:
             self._transmit(sender, target, size_bytes, arrive, data_of)
-            self._notice_failure(sender.name, target)
+            self._notice_failure(sender.name, to)
 
     def _transmit(
         self,
@@ -205,12 +205,12 @@ class World:
     def heal(self) -> None:
         self.cuts.clear()
 
-    def _notice_failure(self, sender: str, target: SimulatedPeer) -> None:
+    def _notice_failure(self, sender: str, target: str) -> None:
         """Whenever sending fails it is noticed anew, whatever is known of the other one from elsewhere."""
-        pair = (sender, target.name)
+        pair = (sender, target)
 
         def fails() -> bool:
-            return not target.alive or frozenset(pair) in self.cuts
+            return not self.peers[target].alive or frozenset(pair) in self.cuts
 
         def still_fails() -> bool:
             self._noticing.discard(pair)
