@@ -124,7 +124,7 @@ class EpochCommitted(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedRoundFinished(Event):
-    """With ``delay_grad_averaging``: what came of the round that ended in ``epoch``; see :class:`EpochCommitted`."""
+    """With ``delay_grad_averaging``: what came of the round that ended in ``epoch``; see ``EpochCommitted``."""
 
     sentence: ClassVar[str] = "global step {epoch}: gradients averaged with {contributors} peers"
     epoch: int
