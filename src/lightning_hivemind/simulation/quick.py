@@ -53,7 +53,7 @@ class QuickRoster(Roster):
         self._sum = 0
 
     def record(self, peer: PeerId, place: Place, now: float, *, outdated: bool) -> bool:
-        if not self.reachable({peer}):
+        if not self.reaches(peer):
             self._forget()
         return super().record(peer, place, now, outdated=outdated)
 
@@ -69,7 +69,7 @@ class QuickRoster(Roster):
         super().lost(peer)
 
     def alive(self, peer: PeerId) -> None:
-        if not self.reachable({peer}):
+        if not self.reaches(peer):
             self._forget()
         super().alive(peer)
 
@@ -80,7 +80,7 @@ class QuickRoster(Roster):
     def news(self, peer: PeerId, place: Place) -> bool:
         """Whether a record of ``peer`` would say anything that is not known here."""
         known = self._seen.get(peer)
-        return known is None or (known.head, known.cuts) != (place.head, place.cuts) or not self.reachable({peer})
+        return known is None or (known.head, known.cuts) != (place.head, place.cuts) or not self.reaches(peer)
 
     def living(self) -> list[PeerId]:
         if self._living is None:
@@ -103,7 +103,7 @@ class QuickRoster(Roster):
     def _may_call(self, peer: PeerId, head: Head) -> bool:
         known = self._seen.get(peer)
         here = known is not None and known.head == head
-        return here and bool(self.reachable({peer})) and peer not in self._idle
+        return here and self.reaches(peer) and peer not in self._idle
 
     def _counted(self, head: Head) -> int:
         if self._sum_head != head:
@@ -112,7 +112,7 @@ class QuickRoster(Roster):
 
     def _part(self, peer: PeerId) -> int:
         known = self._seen.get(peer)
-        counts = known is not None and known.head == self._sum_head and bool(self.reachable({peer}))
+        counts = known is not None and known.head == self._sum_head and self.reaches(peer)
         return known.samples if known is not None and counts else 0
 
     def _forget(self) -> None:

@@ -105,12 +105,12 @@ class CatchingUp:
 
     def _donors(self) -> list[str]:
         """Other peers that can be asked: those that train; where all of them are out of reach, those that help."""
-        helpers, clients = set(self._records.auxiliaries), self._out_of_reach
+        helpers, out_of_reach = set(self._records.auxiliaries), self._out_of_reach
         living = self._parts.driver.status.living
-        found = [peer for peer in living if peer not in helpers | clients]
-        found = found or sorted(set(self._records.trainers) - helpers - clients)
-        if not found and clients - helpers:
-            found = [peer for peer in living if peer in helpers - clients]
+        found = [peer for peer in living if peer not in helpers | out_of_reach]
+        found = found or sorted(set(self._records.trainers) - helpers - out_of_reach)
+        if not found and out_of_reach - helpers:
+            found = [peer for peer in living if peer in helpers - out_of_reach]
         return found[:MOST_DONORS]
 
     @property

@@ -44,9 +44,11 @@ class Coding:
         What is left out of the first ``gradients`` is sent later. The others are how far values are from where they
         should be: what is left out of that is seen again, and would count twice; so it is sent whole.
         """
-        codecs = [self.of(place, size) for place, size in enumerate(sizes)]
-        whole = [codec.leaves_out and place >= gradients for place, codec in enumerate(codecs)]
-        return [(size, Exact() if all_ else codec) for size, codec, all_ in zip(sizes, codecs, whole, strict=True)]
+        found = []
+        for place, size in enumerate(sizes):
+            codec = self.of(place, size)
+            found.append((size, Exact() if codec.leaves_out and place >= gradients else codec))
+        return found
 
 
 def map_codec(given: Any, name: str) -> Coding:

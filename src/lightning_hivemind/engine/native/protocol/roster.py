@@ -168,10 +168,11 @@ class Roster:
 
     def living(self) -> list[PeerId]:
         """All others that can be reached, in a fixed order."""
-        return sorted(self.reachable(set(self._seen)))
+        return sorted(filter(self.reaches, self._seen))
 
-    def reachable(self, peers: set[PeerId]) -> set[PeerId]:
-        return {peer for peer in peers if peer not in self._gone and peer not in self._cut}
+    def reaches(self, peer: PeerId) -> bool:
+        """Whether it can be reached from here, as far as is known."""
+        return peer not in self._gone and peer not in self._cut
 
     def candidate(self, head: Head) -> PeerId:
         """Who calls the next round: the first of those at ``head`` that can be reached."""
@@ -203,5 +204,5 @@ class Roster:
         return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head), cuts=len(self._cut))
 
     def _counted(self, head: Head) -> int:
-        here = (self._seen[peer] for peer in self.reachable(set(self._seen)))
-        return self.samples + sum(one.samples for one in here if one.head == head)
+        here = (one.samples for peer, one in self._seen.items() if one.head == head and self.reaches(peer))
+        return self.samples + sum(here)

@@ -288,7 +288,8 @@ class Rounds:
         if self._member is None:
             self._give_up("the coordinator is lost", now, aborted=False)
             return
-        others = self._roster.reachable(set(self._member.plan.members) - {self._me, joined.coordinator})
+        members = set(self._member.plan.members) - {self._me, joined.coordinator}
+        others = filter(self._roster.reaches, members)
         self._remember(joined.round, promised=True)
         self._inquiry = Inquiry(self._settings, joined.round, head, others, self._emit, now)
 
