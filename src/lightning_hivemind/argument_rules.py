@@ -273,8 +273,8 @@ _ONLY_NATIVE: Mapping[str, tuple[Any, str]] = {
     "insecure_lan": (False, "hivemind encrypts everything"),
 }
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.
-#: ``average_opt_statistics`` and ``state_averaging_compression`` need nothing: peers are equal to the last bit after
-#: every step. ``average_state_every`` says how often they make sure (engine/native/agreement.py).
+#: ``average_opt_statistics`` and ``state_averaging_compression`` need nothing without local updates: peers are equal to
+#: the last bit after every step. ``average_state_every`` says how often they make sure (engine/native/agreement.py).
 _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
     "averager_opts": ({}, "these are options of hivemind's averagers"),
     "load_state_compression": (
@@ -286,7 +286,6 @@ _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
 }
 
 _NOT_WITH_LOCAL_UPDATES: Mapping[str, tuple[Any, str]] = {
-    "average_opt_statistics": ((), 'with use_local_updates=True engine="native" does not have it yet'),
     "average_state_every": (1, "with use_local_updates=True this is what target_batch_size says"),
 }
 

@@ -19,6 +19,7 @@ from typing import ClassVar
 log = logging.getLogger("lightning_hivemind")
 
 PROGRESS_EVERY_S = 30.0
+LEFT_BEHIND = "they are of a state that this peer leaves for the swarm's"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,14 +156,15 @@ class RoundIncomplete(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundMissed(Event):
-    """The swarm finished ``epoch`` without this peer, which drops its ``samples_lost`` and takes the swarm's state."""
+    """The swarm finished ``epoch`` without ``samples_lost`` of this peer, which are in no step; ``reason`` says why."""
 
     level: ClassVar[int] = logging.WARNING
     sentence: ClassVar[str] = (
-        "the swarm made global step {epoch} without this peer; {samples_lost} samples lost, taking its state"
+        "the swarm made global step {epoch} without {samples_lost} samples of this peer, which are lost: {reason}"
     )
     epoch: int
     samples_lost: int
+    reason: str = LEFT_BEHIND
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -157,6 +157,12 @@ class Peer:
         """All records called ``name`` whose fields have these values."""
         return [r for r in self.records if r["event"] == name and all(r.get(k) == v for k, v in fields.items())]
 
+    def waits_in_a_round(self, seconds: float) -> bool:
+        """Whether its last round began so long ago, and has not ended."""
+        started = self.said("RoundStarted")
+        open_ = started and not self.said("EpochCommitted", epoch=started[-1]["epoch"] + 1)
+        return bool(open_) and started[-1]["time"] < time.time() - seconds
+
     @property
     def commits(self) -> dict[int, Commit]:
         """By epoch. An epoch that the peer skipped (it took the swarm's state) is missing."""
@@ -396,9 +402,16 @@ class Swarm:
         first, second = self.start(2, trainer=ENDLESS, strategy=waits, delay_s=0.05)
         first.wait_epoch(1, timeout_s=90)
         second.freeze()
-        rounds = len(first.said("RoundStarted"))
-        first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=90, what="a round")
+        self.wait_for_a_round(first)
         return first
+
+    def wait_for_a_round(self, peer: Peer) -> None:
+        """Until ``peer`` is in a round with one that is frozen: it may have begun while that was being frozen."""
+        if self.engine == "native":  # which soon goes on without who is frozen, in rounds of milliseconds
+            rounds = len(peer.said("RoundStarted"))
+            peer.wait_until(lambda: len(peer.said("RoundStarted")) > rounds, timeout_s=90, what="a round")
+        else:
+            peer.wait_until(lambda: peer.waits_in_a_round(0.5), timeout_s=90, what="a round that goes on")
 
     def addresses(self) -> list[str]:
         """Addresses of the first living peer that others can join through."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -22,6 +23,25 @@ class Namespace:
         """A command line that runs ``words`` inside."""
         return ["ip", "netns", "exec", self.name, *words]
 
+    def enter(self) -> None:
+        """From now on this process, and what it starts, has this network. It must have one thread only."""
+        with open(f"/run/netns/{self.name}", "rb") as network:
+            if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.name}")
+
+
+def why_no_homes() -> str | None:
+    """The same for :func:`homes`."""
+    if (why := why_unavailable()) is not None:
+        return why
+    if shutil.which("tc") is None:
+        return "needs `tc` (iproute2) for lines of limited width"
+    try:
+        with homes(1, 10.0):
+            return None
+    except AssertionError as error:
+        return f"lines of limited width cannot be made here: {error}"
+
 
 def why_unavailable() -> str | None:
     """A reason to skip tests that need namespaces; None where they can be made."""
@@ -38,7 +58,7 @@ def why_unavailable() -> str | None:
 @contextlib.contextmanager
 def joined_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     """Two namespaces that reach one another; afterwards every process in them is killed and both are gone."""
-    with _namespaces("ab") as (first, second):
+    with _namespaces("10.77.0.1", "10.77.0.2") as (first, second):
         _cable(0, first, second)
         yield first, second
 
@@ -46,17 +66,33 @@ def joined_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 @contextlib.contextmanager
 def star_of_namespaces() -> Iterator[tuple[Namespace, Namespace, Namespace]]:
     """A namespace that reaches two others, which do not reach one another; and their end, as above."""
-    with _namespaces("abc") as (middle, left, right):
+    with _namespaces("10.77.0.1", "10.77.0.2", "10.77.1.2") as (middle, left, right):
         _cable(0, middle, left)
         _cable(1, middle, right)
         yield middle, left, right
 
 
 @contextlib.contextmanager
-def _namespaces(sides: str) -> Iterator[list[Namespace]]:
+def homes(count: int, uplink_mbit_s: float) -> Iterator[list[Namespace]]:
+    """So many namespaces around one switch, each sending no faster than that; and their end, as above."""
+    with _namespaces(*(f"10.77.0.{number + 1}" for number in range(count)), "") as (*found, switch):
+        _run(*switch.command("ip", "link", "add", "bridge", "type", "bridge"))
+        _run(*switch.command("ip", "link", "set", "bridge", "up"))
+        for number, home in enumerate(found):
+            plug = f"plug{number}"
+            _run(*switch.command("ip", "link", "add", plug, "type", "veth", "peer", "name", "line", "netns", home.name))
+            _run(*switch.command("ip", "link", "set", plug, "master", "bridge", "up"))
+            _run(*home.command("ip", "addr", "add", f"{home.address}/24", "dev", "line"))
+            _run(*home.command("ip", "link", "set", "line", "up"))
+            shape = ("rate", f"{uplink_mbit_s}mbit", "burst", "64kb", "latency", "100ms")
+            _run(*home.command("tc", "qdisc", "add", "dev", "line", "root", "tbf", *shape))
+        yield found
+
+
+@contextlib.contextmanager
+def _namespaces(*addresses: str) -> Iterator[list[Namespace]]:
     # RFC 1918; they see no other network, so this cannot collide with the machine's own
-    addresses = ("10.77.0.1", "10.77.0.2", "10.77.1.2")
-    made = [Namespace(f"lhm-{os.getpid()}-{side}", address) for side, address in zip(sides, addresses, strict=False)]
+    made = [Namespace(f"lhm-{os.getpid()}-{number}", address) for number, address in enumerate(addresses)]
     try:
         for space in made:
             _run("ip", "netns", "add", space.name)

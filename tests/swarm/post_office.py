@@ -15,7 +15,7 @@ from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import Question, WantsDescription, WantsRange
-from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, read_description, take
+from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, read_description
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import WireError
 
@@ -32,7 +32,7 @@ def optimizer(seed: int, elements: int = STATE_BYTES // 4) -> torch.optim.Optimi
 
 
 def snapshot(seed: int, samples: int = 100, elements: int = STATE_BYTES // 4) -> Snapshot:
-    return take(optimizer(seed, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=samples))
+    return copy_state(optimizer(seed, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=samples)).described()
 
 
 def read(data: memoryview) -> Description:

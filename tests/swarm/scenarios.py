@@ -251,3 +251,13 @@ def dht_hangs(spec: PeerSpec) -> None:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(make_model(pl), make_loader(256, 8, 0))
+
+
+def gives_no_state(spec: PeerSpec) -> None:
+    """Train as a peer that never has a copy of its state for others."""
+    from lightning_hivemind.engine.native.stepper import Stepper
+
+    Stepper.copy_state = lambda self, known: None  # type: ignore[method-assign]
+    from swarm.peer_main import train
+
+    train(spec)

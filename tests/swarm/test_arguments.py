@@ -133,7 +133,6 @@ def test_limits_in_time_and_speed_reach_hivemind(swarm: Swarm) -> None:
         }
 
 
-@HIVEMIND_ONLY
 def test_statistics_of_the_optimizer_are_averaged_when_asked_for(swarm: Swarm) -> None:
     """Two peers with local updates have unequal momenta; averaged, the momenta are equal after a state round."""
     peers = swarm.start(
@@ -147,7 +146,7 @@ def test_statistics_of_the_optimizer_are_averaged_when_asked_for(swarm: Swarm) -
     swarm.finish()
     epoch = together(peers)[-1]
     one, other = (peer.said("optimizer_state", epoch=epoch)[0]["sum"] for peer in peers)
-    assert one == pytest.approx(other, rel=1e-4)
+    assert one == (other if swarm.engine == "native" else pytest.approx(other, rel=1e-4))
     assert one != 0.0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from swarm.checks import assert_in_step, assert_ledger
-from swarm.harness import PROMISED_S, QUICK, START_S, STEP_S, Peer, Swarm
+from swarm.harness import PROMISED_S, QUICK, START_S, Peer, Swarm
 from swarm.marks import HIVEMIND_ONLY
 from swarm.models import FEATURES
 from swarm.processes import descendants, footprint
@@ -82,8 +82,7 @@ def test_kill_9_in_the_middle_of_a_round_leaves_nothing_behind(swarm: Swarm) -> 
     first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
     first.wait_epoch(1)
     second.freeze()
-    rounds = len(first.said("RoundStarted"))
-    first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=STEP_S, what="a round")
+    swarm.wait_for_a_round(first)
     first.kill()
     first.assert_clean()
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from swarm.checks import assert_complete, assert_ledger, together
-from swarm.harness import START_S, Peer, Swarm
+from swarm.harness import QUICK, START_S, Peer, Swarm
 from swarm.replay import distance, next_step, replay
 from swarm.spec import ENDLESS, PeerSpec
 
@@ -126,6 +126,25 @@ def test_a_late_joiner_takes_the_state_of_a_running_swarm_and_trains_along(swarm
     for peer in peers:
         peer.wait_epoch(epoch)
     assert len(digests(peers, epoch)) == 1
+
+
+def test_when_the_only_one_with_the_state_dies_those_who_wait_for_it_go_on_together(swarm: Swarm) -> None:
+    (first,) = swarm.start(1, together=False, scenario="swarm.scenarios:gives_no_state", trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(2)
+    through = {**QUICK, "initial_peers": swarm.addresses()}
+    joiners = [
+        swarm.launch(PeerSpec(order_seed=seed, strategy=through, trainer=ENDLESS, delay_s=0.05)) for seed in (1, 2)
+    ]
+    for peer in joiners:
+        peer.wait_for("StateUnavailable", timeout_s=60)
+    first.kill()
+    for peer in joiners:
+        peer.wait_for("SwarmReady", timeout_s=90)
+    joiners[0].wait_until(lambda: bool(together(joiners)), timeout_s=60, what="both in one step")
+    epoch = max(together(joiners))
+    for peer in joiners:
+        peer.wait_epoch(epoch)
+    assert len(digests(joiners, epoch)) == 1
 
 
 def gave(peer: Peer) -> list[int]:

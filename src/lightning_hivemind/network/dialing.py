@@ -39,7 +39,15 @@ async def dial(p2p: P2P, peer: str, addresses: Iterable[str]) -> None:
     except ValueError as error:
         raise ConnectionError(f"an address of it that is none: {error}") from None
     except ControlFailure as error:
-        raise ConnectionError(f"libp2p does not reach it: {error}") from None
+        raise ConnectionError(in_one_line(str(error))) from None
+
+
+def in_one_line(answer: str) -> str:
+    """What libp2p says of an attempt, in a line for each address; those that only the other machine has left out."""
+    tried = re.findall(r"\[(\S+)\] (.+)", answer)
+    tried = [one for one in tried if not one[0].startswith(("/ip4/127.", "/ip6/::1/"))] or tried
+    why = "; ".join(f"{address}: {reason.strip()}" for address, reason in tried) or " ".join(answer.split())
+    return f"libp2p does not get through ({why})"
 
 
 def encode(address: str) -> bytes:

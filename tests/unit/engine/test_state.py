@@ -8,7 +8,8 @@ import pytest
 import torch
 from hivemind.optim.state_averager import dump_optimizer_state
 
-from lightning_hivemind.engine.stock.state import has_state, install_state, prime_optimizer_state
+from lightning_hivemind.engine.priming import prime_optimizer_state
+from lightning_hivemind.engine.stock.state import has_state, install_state
 from lightning_hivemind.errors import StateError
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.snapshot import Description, install, read_description, take
+from lightning_hivemind.engine.native.state.snapshot import Description, copy_state, install, read_description
 from lightning_hivemind.errors import StateError
 
 
@@ -36,7 +36,9 @@ def contents(optimizer: torch.optim.Optimizer) -> str:
 def plain() -> list[Any]:
     """A good description, taken apart: head, digest, parts, state, groups."""
     head = Head(epoch=3, lineage=b"x" * 16, samples=300)
-    found = msgpack.unpackb(take(adamw(1, steps=1), [torch.zeros(3)], [torch.tensor(7)], head).description)
+    found = msgpack.unpackb(
+        copy_state(adamw(1, steps=1), [torch.zeros(3)], [torch.tensor(7)], head).described().description
+    )
     assert isinstance(found, list)
     return found
 

@@ -22,7 +22,7 @@ from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import WantsDescription, WantsRange
-from lightning_hivemind.engine.native.state.snapshot import Snapshot, install, read_description, take
+from lightning_hivemind.engine.native.state.snapshot import Snapshot, copy_state, install, read_description
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
@@ -37,7 +37,7 @@ def optimizer(seed: int, elements: int = 100) -> torch.optim.Optimizer:
 
 
 def snapshot(seed: int) -> Snapshot:
-    return take(optimizer(seed), [], [], Head(epoch=seed, lineage=b"x" * 16, samples=100))
+    return copy_state(optimizer(seed), [], [], Head(epoch=seed, lineage=b"x" * 16, samples=100)).described()
 
 
 class Giver:
@@ -171,6 +171,25 @@ def test_who_joins_next_does_not_end_the_download_of_another(give: Give) -> None
     assert giver.answers(3)[2] == ("joiner", FIRST, 1, bytes(snapshot(1).memory.numpy()))
 
 
+def test_while_all_copies_are_read_who_asks_next_waits_and_then_the_one_that_nobody_reads_makes_room(
+    give: Give, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(donor_module, "IN_USE_S", 100.0)
+    giver = give(snapshot(1), snapshot(2), snapshot(3))
+    for count, peer in enumerate(("first", "second"), start=1):
+        giver.donor.asked(peer, FIRST, WantsDescription())
+        giver.answers(count)
+    giver.donor.asked("third", SECOND, WantsDescription())
+    giver.donor.asked("first", FIRST, WantsRange(snapshot(1).digest, 0))
+    assert [answer[0] for answer in giver.answers(3)] == ["first", "second", "first"]
+    assert len(giver.known) == 2, "no third copy yet"
+    monkeypatch.setattr(donor_module, "IN_USE_S", 0.0)
+    giver.donor.asked("third", SECOND, WantsDescription())
+    assert giver.answers(4)[3] == ("third", SECOND, 0, snapshot(3).description)
+    giver.donor.asked("first", FIRST, WantsRange(snapshot(1).digest, 0))
+    assert giver.answers(5)[4] == ("first", FIRST, 1, bytes(snapshot(1).memory.numpy()))
+
+
 # ---------------------------------------------------------------------- over sockets
 
 
@@ -196,7 +215,7 @@ class Inhabitant:
 def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) -> None:
     before, town = set(threading.enumerate()), Town(secure=secure)
     elements = 5 * questions.RANGE_BYTES // 4 + 17
-    state = take(optimizer(1, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=100))
+    state = copy_state(optimizer(1, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=100)).described()
     joiner = optimizer(2, elements)
     donors = [Inhabitant(name, town, state) for name in ("a", "b")]
     new = Inhabitant("joiner", town, None)

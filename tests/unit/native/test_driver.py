@@ -58,6 +58,9 @@ class Trainee:
         self.averages.append(average)
         self.samples = 0
 
+    def failed(self, reason: str) -> None:
+        self.returns.append(reason)
+
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         self.returns.append("behind")
 
@@ -147,6 +150,30 @@ def test_a_peer_without_samples_gets_the_average_and_changes_nothing(runs: list[
     run.wait_for_commit(1)
     assert torch.equal(run.trainees["a"].averages[0], run.trainees["c"].averages[0])
     assert torch.allclose(run.trainees["c"].averages[0].double(), mean(given, {"a": 1, "b": 1}), rtol=1e-5, atol=1e-6)
+
+
+def test_a_peer_that_fails_in_a_round_leaves_it_and_trains_on(runs: list[Run]) -> None:
+    run = Run(["a", "b", "c"], Layout(5000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    trainee = run.trainees["c"]
+    give, failed = trainee.give, list[bool]()
+
+    def give_or_fail() -> Given:
+        if not failed:
+            failed.append(True)
+            raise MemoryError("induced")
+        return give()
+
+    trainee.give = give_or_fail  # type: ignore[method-assign]
+    run.contribute({"a": 40, "b": 40, "c": 40})
+    run.wait_for_commit(1, ["a", "b"])
+    wait_for(lambda: trainee.returns == ["MemoryError: induced", "behind"], "it follows")
+    for other in ("a", "b"):  # as their records in the DHT would say
+        run.drivers["c"].saw(other, Place(head=run.trainees["a"].commits[0].head, samples=0, stamp=1.0))
+    run.contribute({"a": 10, "b": 10, "c": 50})
+    run.wait_for_commit(2, ["a", "b"])
+    run.wait_for_commit(1, ["c"])
+    assert "c" in {one.peer for one in run.trainees["a"].commits[-1].contributions}
 
 
 @pytest.mark.parametrize("kind", [Kind.INPUT, Kind.RESULT])

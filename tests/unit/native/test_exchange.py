@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -119,3 +121,17 @@ def test_a_result_that_arrives_while_a_newer_plan_begins_is_not_overwritten(monk
     exchange.begin(newer)
     exchange.take(1, 0, "b", rooms[0])
     assert exchange.result[4:].tolist() == [7.0] * 4
+
+
+def test_memory_that_was_given_for_a_plan_is_not_that_of_the_next() -> None:
+    """A connection that still reads a result of the plan before must not write where the next one's results are."""
+    exchange = Exchange(LAYOUT, [Exact(), Exact()], "c", None)
+    first = plan_of(SAMPLES)
+    exchange.begin(first)
+    owner = first.owners[0]
+    room = exchange.room_for_result(0, 0, owner, 4 * 512)
+    assert room is not None
+    exchange.begin(replace(first, version=1, owners=tuple(reversed(first.owners)), since=(1, 1)))
+    room[:] = b"x" * len(room)
+    assert not torch.equal(exchange.result[LAYOUT.span(0)], torch.frombuffer(room, dtype=torch.float32))
+    assert exchange.room_for_result(0, 0, owner, 4 * 512) is None

@@ -207,6 +207,74 @@ def test_a_sum_in_place_that_is_discarded_begins_anew_with_the_next_batch() -> N
     assert given[1].tolist() == [3.0, 5.0]
 
 
+@pytest.fixture
+def in_place() -> tuple[Gradients, Tensor]:
+    """One weight, whose gradient the batches add up in."""
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = torch.zeros(2)
+    return Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=True), weight
+
+
+def batch_in_place(gradients: Gradients, weight: Tensor, value: float, samples: int) -> None:
+    factor = gradients.weight(samples)
+    gradients.begin_batch()
+    assert weight.grad is not None
+    weight.grad += value * factor
+    assert gradients.add(samples, 0) == 0
+
+
+def test_a_round_that_calls_while_an_average_is_in_the_buffers_does_not_clear_it(
+    in_place: tuple[Gradients, Tensor],
+) -> None:
+    """It takes what was summed before, which has made room."""
+    gradients, weight = in_place
+    batch_in_place(gradients, weight, 3.0, 4)
+    assert weight.grad is not None
+    with gradients.lent():
+        weight.grad.fill_(7.0)
+        given = gradients.give()
+        assert weight.grad.tolist() == [7.0, 7.0]
+    assert given is not None
+    assert (given[0].samples, given[1].tolist()) == (4, [3.0, 3.0])
+    assert weight.grad.tolist() == [0.0, 0.0], "the next sum begins at zero"
+    batch_in_place(gradients, weight, 1.0, 4)
+    assert gradients.samples == 8
+
+
+def test_what_made_room_for_an_average_and_what_comes_back_from_a_round_are_both_kept(
+    in_place: tuple[Gradients, Tensor],
+) -> None:
+    gradients, weight = in_place
+    batch_in_place(gradients, weight, 3.0, 4)
+    given = gradients.give()
+    assert given is not None
+    batch_in_place(gradients, weight, 6.0, 8)
+    with gradients.lent():
+        pass
+    gradients.returned()
+    again = gradients.give()
+    assert again is not None
+    assert (again[0].samples, again[1].tolist()) == (12, [5.0, 5.0])
+    batch_in_place(gradients, weight, 2.0, 2)
+    with gradients.lent():
+        pass
+    assert gradients.committed([again[0]], 1) == 0
+    assert gradients.samples == 2, "only what the commit has is done with"
+
+
+def test_a_batch_whose_step_is_left_out_loses_nothing(in_place: tuple[Gradients, Tensor]) -> None:
+    gradients, weight = in_place
+    batch_in_place(gradients, weight, 3.0, 4)
+    gradients.begin_batch()
+    gradients.end_batch()
+    with gradients.lent():
+        pass
+    assert gradients.samples == 4
+    given = gradients.give()
+    assert given is not None
+    assert given[1].tolist() == [3.0, 3.0]
+
+
 def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
     for in_place in (False, True):
         weight = torch.zeros(3, 2, requires_grad=True)

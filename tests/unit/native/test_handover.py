@@ -62,6 +62,35 @@ def desk() -> Desk:
 # ---------------------------------------------------------------------- steps
 
 
+@pytest.mark.parametrize("how", ["committed", "without its average", "learned later"])
+def test_the_wish_to_stop_is_known_however_the_step_was_learned(desk: Desk, how: str) -> None:
+    others = Contribution(peer="other", number=1, samples=32)
+    stopping = Commit(round=bytes(16), parent=ROOT, contributions=(others,), digest=b"d", stop=True)
+    if how == "learned later":
+        later = commit_on(stopping.head)
+        desk.handover.behind(later.head, (stopping, later))
+    else:
+        desk.handover.committed(stopping, AVERAGE if how == "committed" else None, None)
+    assert desk.handover.stops_at == stopping.head.epoch
+
+
+def test_a_step_that_does_not_follow_is_a_debt(desk: Desk) -> None:
+    """One was lost in between: without a state every step from here on would be of no use."""
+    lost = commit_on(ROOT)
+    desk.handover.committed(commit_on(lost.head), AVERAGE, None)
+    assert desk.handover.owes
+
+
+def test_an_error_of_the_rounds_thread_is_a_debt_and_what_was_given_comes_back(desk: Desk) -> None:
+    desk.add(8)
+    desk.give()
+    desk.handover.failed("MemoryError: ")
+    assert desk.handover.owes
+    assert not desk.handover.under_way
+    assert desk.gradients.samples == 8
+    assert desk.handover.take_failure() == "MemoryError: "
+
+
 def test_a_step_says_what_is_averaged_and_how_much_of_it_is_this_peers(desk: Desk) -> None:
     desk.add(8)
     commit = desk.commit(desk.give())
@@ -139,15 +168,39 @@ def test_a_debt_is_settled_where_the_swarm_is_and_not_before(desk: Desk) -> None
     assert not desk.handover.owes
 
 
-def test_more_steps_than_there_is_memory_for_are_a_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """With memory for five steps, and room for three more on disk."""
     monkeypatch.setattr(handover_module, "WAITING_BYTES", 4 * 3 * 5)
-    desk = Desk()
-    commits = [desk.commit() for _ in range(5)]
-    assert not desk.handover.owes
-    commits.append(desk.commit())
-    assert desk.handover.owes
-    assert desk.handover.next_step(ROOT) is None
-    made = desk.handover.next_step(commits[0].head)
+    monkeypatch.setattr(handover_module, "MOST_ON_DISK", 8)
+    return Desk()
+
+
+def test_more_steps_than_there_is_memory_for_wait_on_disk(few: Desk) -> None:
+    """A state may take as long to come as the swarm for dozens of steps."""
+    averages = [torch.full((3,), float(number)) for number in range(8)]
+    commits = [few.commit(average=average) for average in averages]
+    assert not few.handover.owes
+    head = ROOT
+    for commit, average in zip(commits, averages, strict=True):
+        step = few.handover.next_step(head)
+        assert step is not None
+        assert torch.equal(step.average, average)
+        head = commit.head
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["too many", "a full disk"])
+def test_more_than_there_is_room_for_are_a_debt(few: Desk, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 8
+    if full:
+        monkeypatch.setattr("lightning_hivemind.engine.native.spill.LEFT_BYTES", 1 << 60)
+        room = 5
+    commits = [few.commit() for _ in range(room)]
+    assert not few.handover.owes
+    commits.append(few.commit())
+    assert few.handover.owes
+    assert few.handover.next_step(ROOT) is None
+    made = few.handover.next_step(commits[0].head)
     assert made is not None
     assert made.commit == commits[1]
 

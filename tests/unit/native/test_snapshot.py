@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.snapshot import Description, install, read_description, take, verify
+from lightning_hivemind.engine.native.state.snapshot import Description, copy_state, install, read_description, verify
 from lightning_hivemind.errors import StateError
 
 HEAD = Head(epoch=3, lineage=b"x" * 16, samples=300)
@@ -55,7 +55,7 @@ def train(optimizer: Optimizer, steps: int, seed: int = 0) -> None:
 
 
 def transfer(donor: Optimizer, joiner: Optimizer, mine: list[Tensor], theirs: list[Tensor]) -> Description:
-    snapshot = take(donor, mine, [], HEAD)
+    snapshot = copy_state(donor, mine, [], HEAD).described()
     description, memory = read_description(snapshot.description, joiner, theirs, []), snapshot.memory.clone()
     assert verify(description, memory)
     install(description, memory, joiner, theirs, [])
@@ -154,7 +154,7 @@ def test_settings_that_go_with_a_device_stay_the_takers() -> None:
 def test_a_snapshot_does_not_change_when_training_goes_on() -> None:
     donor, tensor = adamw(parameters(1)), torch.zeros(3)
     train(donor, 1)
-    snapshot = take(donor, [tensor], [], HEAD)
+    snapshot = copy_state(donor, [tensor], [], HEAD).described()
     before = snapshot.memory.clone()
     train(donor, 2)
     tensor.add_(1)
@@ -166,15 +166,15 @@ def test_equal_states_are_equal_bytes() -> None:
     first, second = adamw(parameters(1)), adamw(parameters(1))
     train(first, 2)
     train(second, 2)
-    assert take(first, [], [], HEAD).digest == take(second, [], [], HEAD).digest
+    assert copy_state(first, [], [], HEAD).described().digest == copy_state(second, [], [], HEAD).described().digest
     train(second, 1)
-    assert take(first, [], [], HEAD).digest != take(second, [], [], HEAD).digest
+    assert copy_state(first, [], [], HEAD).described().digest != copy_state(second, [], [], HEAD).described().digest
 
 
 def test_a_description_says_whose_it_is_and_how_much() -> None:
     donor = adamw(parameters(1))
     train(donor, 1)
-    snapshot = take(donor, [], [], HEAD)
+    snapshot = copy_state(donor, [], [], HEAD).described()
     description = read_description(memoryview(snapshot.description), donor, [], [])
     assert description.head == snapshot.head == HEAD
     assert description.size == snapshot.memory.numel()
@@ -183,7 +183,7 @@ def test_a_description_says_whose_it_is_and_how_much() -> None:
 
 def test_one_wrong_bit_is_found() -> None:
     donor = adamw(parameters(1))
-    snapshot = take(donor, [], [], HEAD)
+    snapshot = copy_state(donor, [], [], HEAD).described()
     description, memory = read_description(snapshot.description, donor, [], []), snapshot.memory.clone()
     memory[17] ^= 4
     assert not verify(description, memory)
@@ -209,7 +209,7 @@ def test_an_optimizer_that_keeps_other_things_is_refused_by_name(what: object) -
     donor.what = what
     train(donor, 1)
     with pytest.raises(StateError, match="Remembers keeps what"):
-        take(donor, [], [], HEAD)
+        copy_state(donor, [], [], HEAD).described()
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,12 @@ def test_a_setting_that_is_no_plain_value_is_refused(setting: object) -> None:
     donor = SGD(parameters(1), lr=0.1)
     donor.param_groups[0]["setting"] = setting
     with pytest.raises(StateError):
-        take(donor, [], [], HEAD)
+        copy_state(donor, [], [], HEAD).described()
 
 
 def test_a_dtype_that_nobody_else_may_have_is_refused() -> None:
     with pytest.raises(StateError, match="complex64"):
-        take(SGD(parameters(1), lr=0.1), [torch.zeros(2, dtype=torch.complex64)], [], HEAD)
+        copy_state(SGD(parameters(1), lr=0.1), [torch.zeros(2, dtype=torch.complex64)], [], HEAD).described()
 
 
 # ---------------------------------------------------------------------- what does not fit
@@ -255,5 +255,5 @@ def test_a_state_of_another_training_is_refused_and_nothing_changes(
     train(donor, steps)
     before = contents(joiner)
     with pytest.raises(StateError, match=message):
-        read_description(take(donor, [], [], HEAD).description, joiner, tensors, [])
+        read_description(copy_state(donor, [], [], HEAD).described().description, joiner, tensors, [])
     assert contents(joiner) == before

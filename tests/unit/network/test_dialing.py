@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("hivemind")
 
-from lightning_hivemind.network.dialing import encode
+from lightning_hivemind.network.dialing import encode, in_one_line
 
 PEER = "12D3KooWKqmwm5m8ASfxZjnXdhmWSzUgT21rXrCkf4H2dxpJhCY8"
 #: an ed25519 key as libp2p writes it: an identity multihash of 36 bytes
@@ -33,3 +33,13 @@ def test_an_address_is_written_as_its_specification_says(text: str, data: bytes)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="Invalid"):
         encode(text)
+
+
+def test_a_failed_attempt_is_told_in_one_line() -> None:
+    answer = (
+        "Connect failed. msg=failed to dial: all dials failed\n  * [/ip6/::1/tcp/42399] dial backoff"
+        "\n  * [/ip4/10.77.1.2/tcp/41105] connection refused\n  * [/ip4/127.0.0.1/tcp/41105] dial backoff"
+    )
+    assert in_one_line(answer) == "libp2p does not get through (/ip4/10.77.1.2/tcp/41105: connection refused)"
+    assert in_one_line("[/ip6/::1/tcp/1] no") == "libp2p does not get through (/ip6/::1/tcp/1: no)"
+    assert in_one_line("Connect failed.\nno addresses") == "libp2p does not get through (Connect failed. no addresses)"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hivemind.engine.native.protocol.actions import CatchUp
+from lightning_hivemind.engine.native.protocol.lineage import Commit
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
     Ask,
@@ -59,7 +60,8 @@ def test_a_peer_that_promised_to_take_no_commit_takes_none_in_its_next_round_eit
     assert FIRST not in {one.peer for commit in table.applied[THIRD] for one in commit.contributions}
 
 
-def test_peers_that_could_not_catch_up_with_a_dead_one_go_on_together() -> None:
+def one_ahead() -> tuple[Table, Commit]:
+    """The first has made a step, from which it has taken out the two others."""
     table = three()
     table.hold = lambda sender, receiver, what: sender == FIRST != receiver and isinstance(what, Committed)
     table.train(a=8, b=8, c=8)
@@ -67,6 +69,12 @@ def test_peers_that_could_not_catch_up_with_a_dead_one_go_on_together() -> None:
     (ahead,) = table.applied[FIRST]
     for name in (SECOND, THIRD):
         table.read(FIRST, name, Ended(round=ahead.round, reason="taken out", aborted=False))
+    return table, ahead
+
+
+def test_peers_that_could_not_catch_up_with_a_dead_one_go_on_together() -> None:
+    table, ahead = one_ahead()
+    for name in (SECOND, THIRD):
         table.read(FIRST, name, News(head=ahead.head, commits=(ahead,)))
     table.flow()
     assert sum(isinstance(action, CatchUp) for _, action in table.done) == 2
@@ -76,6 +84,24 @@ def test_peers_that_could_not_catch_up_with_a_dead_one_go_on_together() -> None:
         assert peer.head is not None
         peer.adopt(peer.head, (), table.now)
     table.hold = lambda *_: False
+    table.train(**{SECOND: 20, THIRD: 20})
+    table.wait(3.0)
+    assert table.applied[SECOND] == table.applied[THIRD] != []
+
+
+def test_a_head_whose_state_nobody_has_any_more_is_given_up_for_good() -> None:
+    """Two follow a third one, which dies before either has its state. They must not call one another back there."""
+    table, ahead = one_ahead()
+    root = ahead.parent
+    for name in (SECOND, THIRD):
+        table.peers[name].adopt(ahead.head, (ahead,), table.now)
+    table.flow()
+    table.kill(FIRST)
+    table.hold = lambda *_: False
+    table.peers[SECOND].give_up(root, table.now)
+    table.wait(3.0)
+    assert (table.peers[SECOND].head, table.peers[THIRD].head) == (root, ahead.head)
+    table.peers[THIRD].give_up(root, table.now)
     table.train(**{SECOND: 20, THIRD: 20})
     table.wait(3.0)
     assert table.applied[SECOND] == table.applied[THIRD] != []

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from lightning_hivemind.engine.native.wire.connection import close
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -209,6 +212,57 @@ def test_a_stranger_is_shown_out_and_nobody_else_notices(town: City, garbage: by
     first.send("second", Header(kind=Kind.INPUT, length=2), (b"hi",))
     wait_for(lambda: town.ledgers["second"].frames, "a frame")
     assert town.ledgers["second"].losses == []
+
+
+def test_who_cannot_accept_a_connection_for_a_moment_accepts_the_next(
+    town: City, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Too many open files, or threads."""
+    monkeypatch.setattr("lightning_hivemind.engine.native.wire.links.ACCEPT_AGAIN_S", 0.01)
+    first, second = town.settle("first"), town.settle("second")
+    take_in, refused = second._take_in, list[object]()
+
+    def take_in_or_fail(inlet: Any) -> None:
+        if not refused:
+            refused.append(inlet)
+            close(inlet.sock)
+            raise OSError(errno.EMFILE, "too many open files")
+        take_in(inlet)
+
+    monkeypatch.setattr(second, "_take_in", take_in_or_fail)
+
+    def said() -> bool:
+        first.send("second", Header(kind=Kind.RESULT, length=1), (b"y",))
+        return any(frame[2] == b"y" for frame in town.ledgers["second"].frames)
+
+    wait_for(said, "it gets through")
+    assert refused
+    assert "too many open files" in caplog.text
+
+
+def test_an_unforeseen_error_closes_that_connection_and_the_next_works(
+    town: City, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = town.settle("first"), town.settle("second")
+    ledger = town.ledgers["second"]
+    room, failed = ledger.room, list[bool]()
+
+    def room_or_fail(peer: str, header: Header) -> memoryview | None:
+        if header.kind is Kind.INPUT and not failed:
+            failed.append(True)
+            raise MemoryError("induced")
+        return room(peer, header)
+
+    ledger.room = room_or_fail  # type: ignore[method-assign]
+    first.send("second", Header(kind=Kind.INPUT, chunk=1, length=1), (b"x",))
+    wait_for(lambda: failed, "the error")
+
+    def said() -> bool:
+        first.send("second", Header(kind=Kind.RESULT, length=1), (b"y",))
+        return any(frame[2] == b"y" for frame in ledger.frames)
+
+    wait_for(said, "the next got through")
+    assert "induced" in caplog.text
 
 
 def test_nothing_goes_to_a_public_address_in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 
@@ -12,12 +13,15 @@ from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.relay import Relay
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import StateError
 from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable
 
 MOST_DONORS = 4
 PAUSE_S = 0.5
+#: so long nobody must have had the swarm's state before it is given up: records are seconds late
+NOBODY_S = 15.0
 #: before donors that are no further than this peer are asked again; doubled up to PAUSE_S
 NO_NEWS_S = 0.05
 
@@ -30,15 +34,19 @@ class CatchingUp:
         arguments: Arguments,
         parts: Parts,
         records: SwarmRecords,
+        whereabouts: Whereabouts,
         training: PeerTraining,
         stepper: Stepper,
         events: EventBus,
     ) -> None:
         self._a, self._parts, self._records, self._training = arguments, parts, records, training
-        self._stepper, self._events = stepper, events
+        self._stepper, self._events, self._whereabouts = stepper, events, whereabouts
         #: head and digest of the state that was installed last
         self._fetched: tuple[Head, bytes] | None = None
         self._no_news_s = NO_NEWS_S
+        #: where this peer stands, and since when nobody has had the state of that
+        self._stands: Head | None = None
+        self._nobody_since = math.inf
         self._relay = Relay(
             parts.downloads, self._donors, lambda: parts.driver.status.head, stepper.read, training.should_abort
         )
@@ -59,6 +67,8 @@ class CatchingUp:
             donors = [peer for peer in donors if peer in preferred] or donors
             if not donors or left_s <= 0:
                 break
+            if self._nobody_has_it():
+                return self._go_on(head, "who had it has gone, and nobody that lives has it", gives_up=True)
             error: StateError | None = None
             try:
                 found, news = self._fetch(donors, left_s, None if preferred else head)
@@ -93,11 +103,21 @@ class CatchingUp:
                     f" swarm's state: {reason}. At least one peer, if only a helper (auxiliary=True), must be reachable"
                     " (not in client_mode). Nothing was changed here."
                 )
-        self._events.emit(
-            StateUnavailable(epoch=head.epoch, reason=reason, action="going on from this peer's own state")
-        )
-        parts.driver.adopt(head)
+        return self._go_on(head, reason)
+
+    def _go_on(self, head: Head, reason: str, *, gives_up: bool = False) -> Head:
+        action = "going on from this peer's own state"
+        self._events.emit(StateUnavailable(epoch=head.epoch, reason=reason, action=action))
+        self._parts.driver.adopt(head, gives_up=gives_up)
         return head
+
+    def _nobody_has_it(self) -> bool:
+        """Whether for long all that train and live have been without the state of where this peer stands."""
+        status, now = self._parts.driver.status, time.monotonic()
+        others = {*status.living, *status.cut} - set(self._records.auxiliaries)
+        if not others or not others <= self._whereabouts.without or status.head != self._stands:
+            self._stands, self._nobody_since = status.head, now
+        return now - self._nobody_since > NOBODY_S
 
     def pass_on(self, known: Snapshot | None) -> Snapshot | None:
         """For a helper's donor: a state of those that whoever asks cannot reach."""

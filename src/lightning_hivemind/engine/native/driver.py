@@ -103,12 +103,15 @@ class Driver:
         """The training side has other samples than before, or is between two batches."""
         self._tell(self._count)
 
-    def adopt(self, head: Head) -> None:
-        """This peer's state is that of ``head``."""
+    def adopt(self, head: Head, *, gives_up: bool = False) -> None:
+        """This peer's state is that of ``head``. ``gives_up``: see :meth:`.peer.Peer.give_up`."""
 
         def adopted(now: float) -> None:
             self._training.adopted(head)
-            self._peer.adopt(head, (), now)
+            if gives_up:
+                self._peer.give_up(head, now)
+            else:
+                self._peer.adopt(head, (), now)
             self._count(now)
 
         self._tell(adopted)
@@ -210,8 +213,10 @@ class Driver:
                 event = self._peer.tick
             try:
                 self._see_to(event)
-            except Exception:
-                log.exception("an event of the rounds' thread failed")
+            except Exception as error:
+                log.exception("an event of the rounds' thread failed: leaving the round, and taking a state")
+                self._given = self._called = None
+                self._training.failed(f"{type(error).__name__}: {error}")
 
     def _see_to(self, event: Callable[[float], None]) -> None:
         event(self._now())
@@ -304,7 +309,7 @@ class Driver:
             case CatchUp(head=head, commits=commits):
                 self._follow(head, commits, self._now())
             case Note(what=what, peer=peer):
-                log.info("round: %s%s", what, f" ({peer})" if peer else "")
+                log.info("%s: %s", f"peer {peer}" if peer else "a round", what)
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()

@@ -8,22 +8,21 @@ Everything else (who is called, who reduces what, how it ends) happens in the ro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.codecs.powersgd import read_factory
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
 from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
 from lightning_hivemind.engine.native.catching_up import CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
-from lightning_hivemind.engine.native.handover import Step
-from lightning_hivemind.engine.native.low_rank import LowRank
+from lightning_hivemind.engine.native.handover import Handover, Step
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.parts import Parts, build, overlaps
+from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, overlaps
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
@@ -31,6 +30,7 @@ from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import DaemonError
 from lightning_hivemind.events import (
+    LEFT_BEHIND,
     BatchAccumulated,
     EpochCommitted,
     EventBus,
@@ -59,13 +59,19 @@ class NativeEngine:
         self._a, self._network, self._training, self._events = arguments, network, training, events
         self._head = Head.nowhere() if arguments.auxiliary else Head.root(arguments.run_id, network.peer_id)
         local = arguments.use_local_updates
-        self._stepper = Stepper(training, self._head, delayed=bool(arguments.delay_optimizer_step), local=local)
+        self._stepper = Stepper(
+            training,
+            self._head,
+            delayed=bool(arguments.delay_optimizer_step),
+            local=local,
+            moments=arguments.average_opt_statistics,
+        )
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
         name = "state_averaging_compression" if local else "grad_compression"
         self._coding = map_codec(getattr(arguments, name), name)
         self._memory = Memory()
-        self._stepper.low_rank = low_rank = self._make_low_rank()
+        self._stepper.low_rank = low_rank = make_low_rank(arguments, self._stepper, self._memory)
         self._gradients = Gradients(
             network.peer_id,
             self._stepper.model_parameters,
@@ -76,32 +82,21 @@ class NativeEngine:
             low_rank=low_rank,
             memory=self._memory,
         )
-        device = self.optimizer.param_groups[0]["params"][0].device
+        device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
         every = arguments.average_state_every if arguments.average_state_every > 1 else EVERY
         self._agreement = Agreement(network.peer_id, kind_of(device), every)
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None
         self._catching_up: CatchingUp | None = None
-        self._num_peers = 1
-        self._announced = -1
+        self._num_peers, self._announced = 1, -1
         self._stop_epoch: int | None = None
-
-    def _make_low_rank(self) -> LowRank | None:
-        wanted = read_factory(self._a.grad_averager_factory)
-        if wanted is None:
-            return None
-        shapes = [p.shape for p in self._stepper.model_parameters if p.requires_grad]
-        rest = [tensor.numel() for tensor in self._stepper.statistics.tensors]
-        ratio = wanted.min_compression_ratio
-        return LowRank(shapes, rest, rank=wanted.rank, min_compression_ratio=ratio, memory=self._memory)
 
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        what = "parameters" if self._a.use_local_updates else "gradients"
-        low_rank = self._stepper.low_rank
-        what += f" by {low_rank.name}," if low_rank is not None else ""
+        what = ", ".join(["parameters", *self._a.average_opt_statistics]) if self._a.use_local_updates else "gradients"
+        what += f" by {self._stepper.low_rank.name}," if self._stepper.low_rank is not None else ""
         clear = ", in the clear" if self._a.insecure_lan else ""
         schema = [*self._training.schema, f"engine native, {what} {self._coding.name}{clear}"]
         self._records = SwarmRecords(self._a, self._network, schema)
@@ -110,17 +105,19 @@ class NativeEngine:
         self._parts = parts = build(
             self._a, self._network, self._gradients, self._memory, self._coding, self._copy_state
         )
-        reduces = not self._a.client_mode
         self._whereabouts = Whereabouts(
             self._network,
             self._a.run_id,
             parts.driver,
             parts.introductions,
             lambda: self.local_samples,
+            lambda: parts.handover.owes and not self._a.auxiliary,
             None if self._a.auxiliary else self._agreement,
-            reduces=reduces,
+            reduces=not self._a.client_mode,
         )
-        self._catching_up = CatchingUp(self._a, parts, self._records, self._training, self._stepper, self._events)
+        self._catching_up = CatchingUp(
+            self._a, parts, self._records, self._whereabouts, self._training, self._stepper, self._events
+        )
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
         # Of equal checkpoints one peer's is taken by all: the founder's, whoever that is.
@@ -164,6 +161,7 @@ class NativeEngine:
 
     def begin_batch(self) -> StepOutcome:
         handover, wait = self._running().handover, not overlaps(self._a)
+        self._gradients.end_batch()
         while not handover.begin_batch(self._head, wait=wait) and not self._training.should_abort():
             self._between_batches(wait=wait)
             if self._stopped:
@@ -174,12 +172,12 @@ class NativeEngine:
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         handover = self._running().handover
         handover.end_batch()
-        self._check_processes()
         self._count_peers()
         lost = 0
         if batch_samples:
             lost = self._gradients.add(batch_samples, self.epoch, gradient_scale)
             self._report_batch(batch_samples - lost)
+        self._gradients.end_batch()
         self._stepper.settle(wait=False)
         self._note_parameters()
         self._agree()
@@ -201,12 +199,15 @@ class NativeEngine:
         parts.driver.contributed()
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():
-            while (step := handover.next_step(self._head)) is not None:
+            self._check_processes()
+            while (step := self._next_step(handover)) is not None:
                 self._apply(step)
                 committed = True
             lost += handover.take_lost()
             if lost:
-                self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=lost))
+                old = f"they are older than max_staleness={self._a.max_staleness}"
+                reason = LEFT_BEHIND if handover.owes else old
+                self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=lost, reason=reason))
                 lost = 0
             if handover.owes and not handover.settle(self._head):
                 self._owe()
@@ -234,18 +235,21 @@ class NativeEngine:
                 self._events.emit(Waiting(what=what, elapsed_s=now - began, limit_s=self._limit_s))
         return committed
 
+    def _next_step(self, handover: Handover) -> Step | None:
+        """None after that with which all stop."""
+        if handover.stops_at is not None:
+            self._agree_to_stop(handover.stops_at)
+        return None if self._stopped else handover.next_step(self._head)
+
     def _apply(self, step: Step) -> None:
         """Make one global step."""
         commit, head = step.commit, step.commit.head
         self._announce_round()
         if not self._a.auxiliary:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
-            if steps_on_sums:
-                self._gradients.park()
-            average, carried = self._gradients.unpack(step.average, commit.parent.epoch)
-            self._stepper.step(average, head, step.counted, carried)
-            if steps_on_sums:
-                self._gradients.park()  # the next sum begins at zero, not at this average
+            with self._gradients.lent() if steps_on_sums else contextlib.nullcontext():
+                average, carried = self._gradients.unpack(step.average, commit.parent.epoch)
+                self._stepper.step(average, head, step.counted, carried)
             self._note_parameters()
         self._head = head
         self._events.emit(
@@ -257,8 +261,6 @@ class NativeEngine:
                 duration_s=time.monotonic() - step.began,
             )
         )
-        if commit.stop:
-            self._agree_to_stop(head.epoch)
 
     def _note_parameters(self) -> None:
         stepper, agreement = self._stepper, self._agreement

@@ -64,13 +64,15 @@ class Exchange:
         A newer version gets memory of its own: what still arrives for the older one, or is still being sent of it, does
         not get in its way.
         """
-        if self._plan is not None:
-            result = self._memory.floats(self._layout.elements)
-            for chunk, since in enumerate(plan.since):
-                if since < plan.version:
-                    result[self._layout.span(chunk)] = self.result[self._layout.span(chunk)]
-            self.result = result  # not before: connections write where it is
-        self._plan = plan
+        if self._plan is None:
+            self._plan = plan
+            return
+        result = self._memory.floats(self._layout.elements)
+        for chunk, since in enumerate(plan.since):
+            if since < plan.version:
+                result[self._layout.span(chunk)] = self.result[self._layout.span(chunk)]
+        # in this order, and read in the other one: what a connection reads for the plan before never lands here
+        self._plan, self.result = plan, result
 
     @property
     def begun(self) -> bool:
@@ -156,10 +158,11 @@ class Exchange:
             WireError: there can be no such result.
         """
         self._check(chunk, length)
-        if self._plan is not None and not self._plan.wants(chunk, version, peer):
+        result, plan = self.result, self._plan
+        if plan is not None and not plan.wants(chunk, version, peer):
             return None
-        if isinstance(self._codecs[chunk], Exact) and self._plan is not None:
-            return memory_of(self.result[self._layout.span(chunk)])
+        if isinstance(self._codecs[chunk], Exact) and plan is not None:
+            return memory_of(result[self._layout.span(chunk)])
         return memory_of(self._memory.bytes(length))
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:

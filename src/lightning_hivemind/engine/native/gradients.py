@@ -5,9 +5,10 @@ The training thread adds, the rounds' thread gives: one lock. All means are over
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +48,7 @@ class Gradients:
         low_rank: what is given and averaged are factors of the flat vector.
 
     Attributes:
-        sizes: elements of what is given, tensor by tensor; ``elements`` in all.
+        sizes: elements of what is given, tensor by tensor; ``elements`` in all; the last ``moments`` of the optimizer.
         whole: elements of the flat vector.
     """
 
@@ -76,7 +77,7 @@ class Gradients:
         sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
         self.whole, self._low_rank = sum(sizes), low_rank
         self.sizes = sizes if low_rank is None else low_rank.sizes
-        self.elements = sum(self.sizes)
+        self.elements, self.moments = sum(self.sizes), statistics.moments
         #: what a round has now, and what came back from one
         self._given: tuple[Contribution, _Mean] | None = None
         self._back: _Mean | None = None
@@ -119,12 +120,24 @@ class Gradients:
             lost = self._sum.add(samples, epoch, scale)
             return lost + self._prune()
 
-    @torch.no_grad()
-    def park(self) -> None:
-        """Free ``param.grad`` for an average, if there is a sum in it."""
+    def end_batch(self) -> None:
+        """The batch that was begun, if it was not added, is over: its step was left out, say."""
+        with self._lock:
+            self._sum.end_batch()
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """``param.grad`` is free for an average; afterwards the next sum begins there."""
         with self._lock:
             self._back = self._all()
             self._sum.clear()
+            self._sum.lent = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sum.lent = False
+                self._sum.clear()
 
     def discard(self) -> int:
         """Forget what no round has, and the batch that is being computed; returns the samples that are lost."""
@@ -168,7 +181,8 @@ class Gradients:
         """The round came to nothing: the next one gets it, with what was added meanwhile."""
         with self._lock:
             if self._given is not None:
-                self._back, self._given = self._given[1], None
+                self._take_back(self._given[1])
+                self._given = None
 
     def counted(self, listed: Collection[Contribution]) -> Tensor | None:
         """With ``local_step``: the changes of this peer that are in a commit which lists these; None if none are."""
@@ -191,12 +205,14 @@ class Gradients:
                 self._left_out = left_out
             elif left_out is not None:
                 self._left_out.add_(left_out)
-            if self._given is not None:
-                self._back, self._given = self._given[1], None
-            dropped = 0
-            if self._back is not None and self._back.numbers & counted.keys():
-                dropped = self._back.samples - sum(counted.get(number, 0) for number in self._back.numbers)
-                self._back = None
+            given = self._given[1] if self._given is not None else None
+            waiting = [mean for mean in (given, self._back) if mean is not None]
+            self._given, self._back, dropped = None, None, 0
+            for mean in waiting:
+                if not mean.numbers & counted.keys():
+                    self._take_back(mean)
+                    continue
+                dropped += mean.samples - sum(counted.get(number, 0) for number in mean.numbers)
                 if self._low_rank is not None:
                     self._low_rank.counted(counted.keys())
             return dropped + self._prune()
@@ -229,6 +245,10 @@ class Gradients:
             return lost
 
     # ------------------------------------------------------------------ private
+
+    def _take_back(self, mean: _Mean) -> None:
+        """For the next round, with what waits for it already."""
+        self._back = mean if self._back is None else self._merged(self._back, mean)
 
     def _all(self) -> _Mean | None:
         """What came back from a round, and what was summed since."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -18,10 +18,13 @@ from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.seam import Given
+from lightning_hivemind.engine.native.spill import on_disk
 
-#: memory for averages that wait for the training thread; a peer that is further behind takes a whole state
+#: memory for averages that wait for the training thread; more of them wait on disk
 WAITING_BYTES = 1 << 30
 MOST_WAITING = 64
+#: a peer that is further behind takes a whole state
+MOST_ON_DISK = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Handover:
     Attributes:
         owes: the parameters here are not those of a head from which the steps that are here lead on: a state must be
             fetched. Meanwhile this peer takes part in rounds without giving anything, and keeps what they bring.
+        stops_at: the epoch after which all stop, once that was decided in a step; whether or not it is made here.
     """
 
     def __init__(self, me: PeerId, gradients: Gradients, pace: Pace, *, reduces: bool, gives: bool) -> None:
@@ -58,6 +62,7 @@ class Handover:
         self._failure: str | None = None
         self._began = 0.0
         self.owes = self.under_way = self.stop_wanted = False
+        self.stops_at: int | None = None
 
     # ------------------------------------------------------------------ the rounds' thread
 
@@ -106,18 +111,17 @@ class Handover:
         with self.changed:
             began = self._began if self.under_way else now
             self._pace.step(commit.samples - mine, now)
+            follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
             self._head, self.under_way, self._failure = commit.head, False, None
             self._lost += lost
-            if average is None:
+            self._note_stop(commit)
+            if average is None or not follows:
                 self._steps.clear()
                 self.owes = True
             else:
-                self._steps.append(Step(commit, average, mine, counted, began))
                 if self._gives and not self.owes:
                     self._gradients.decided(average, commit.parent.epoch)
-            if len(self._steps) > self._most_waiting:
-                self._steps.popleft()
-                self.owes = True
+                self._keep(Step(commit, average, mine, counted, began))
             self.changed.notify_all()
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
@@ -126,7 +130,13 @@ class Handover:
         with self.changed:
             self._head, self._lost, self.under_way, self.owes = head, self._lost + lost, False, True
             self._steps.clear()
+            for commit in commits:
+                self._note_stop(commit)
             self.changed.notify_all()
+
+    def failed(self, reason: str) -> None:
+        self.returned(reason, begun=True)
+        self.owe()
 
     def adopted(self, head: Head) -> None:
         self._gradients.stands_at(head.epoch)
@@ -171,6 +181,7 @@ class Handover:
         """The parameters here are not the swarm's."""
         with self.changed:
             self.owes = True
+            self.changed.notify_all()
 
     def settle(self, head: Head) -> bool:
         """After a state was fetched and all steps that lead on are made: is ``head`` where the swarm is?"""
@@ -178,6 +189,22 @@ class Handover:
             if self._head == head:
                 self.owes = False
             return not self.owes
+
+    def _keep(self, step: Step) -> None:
+        """In memory; or, while a state takes longer to come than so many steps, on disk."""
+        waiting = len(self._steps)
+        if waiting >= self._most_waiting:
+            spilled = on_disk(step.average) if waiting < MOST_ON_DISK else None
+            if spilled is not None:
+                step = replace(step, average=spilled)
+            else:
+                self._steps.popleft()  # a later state may lead on to the others
+                self.owes = True
+        self._steps.append(step)
+
+    def _note_stop(self, commit: Commit) -> None:
+        if commit.stop and self.stops_at is None:
+            self.stops_at = commit.head.epoch
 
     def take_lost(self) -> int:
         """Samples that were dropped since this was asked last."""

@@ -23,7 +23,7 @@ from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.errors import EngineStuckError, WireError
 from lightning_hivemind.network.addresses import parse_address
-from lightning_hivemind.network.dialing import dial
+from lightning_hivemind.network.dialing import dial, in_one_line
 
 log = logging.getLogger("lightning_hivemind")
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Introductions:
         try:
             return self._call(self._ask(peer, DIAL if dials else b""), self._timeout_s)
         except (P2PDaemonError, P2PHandlerError) as error:
-            raise ConnectionError(f"no answer over libp2p: {error}") from error
+            raise ConnectionError(in_one_line(str(error))) from error
 
     def close(self) -> None:
         """Stop answering. Safe to call twice."""
@@ -132,7 +132,7 @@ class Introductions:
         endpoints: list[list[Any]] = []
         if self._port is not None and request.value != DIAL:
             assert self._p2p is not None
-            endpoints = [[host, self._port] for host in hosts_of(await self._p2p.get_visible_maddrs())]
+            endpoints = [[host, self._port] for host in hosts_of(await self._p2p.get_visible_maddrs(latest=True))]
         else:
             self._links.invite(context.remote_id.to_base58())
         token = self._links.expect(context.remote_id.to_base58())

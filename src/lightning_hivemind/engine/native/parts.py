@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.codecs.powersgd import read_factory
 from lightning_hivemind.engine.native.codecs.mapping import Coding
 from lightning_hivemind.engine.native.codecs.mixed import per_chunk
 from lightning_hivemind.engine.native.driver import Driver
@@ -16,6 +17,7 @@ from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.introductions import Introductions
 from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.peer import Peer
@@ -23,6 +25,7 @@ from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
+from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import AGAIN_S
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.tls import Certificate
@@ -61,6 +64,17 @@ def overlaps(arguments: Arguments) -> bool:
     return bool(averaged)
 
 
+def make_low_rank(arguments: Arguments, stepper: Stepper, memory: Memory) -> LowRank | None:
+    """PowerSGD, if it was asked for."""
+    wanted = read_factory(arguments.grad_averager_factory)
+    if wanted is None:
+        return None
+    shapes = [p.shape for p in stepper.model_parameters if p.requires_grad]
+    rest = [tensor.numel() for tensor in stepper.statistics.tensors]
+    ratio = wanted.min_compression_ratio
+    return LowRank(shapes, rest, rank=wanted.rank, min_compression_ratio=ratio, memory=memory)
+
+
 def build(
     arguments: Arguments,
     network: PeerNetwork,
@@ -72,7 +86,7 @@ def build(
     """Everything runs, and answers; this peer stands nowhere yet. ``copy_state``: see :class:`.Donor`."""
     layout = Layout(gradients.elements)
     memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
-    codecs = per_chunk(coding.of_all(gradients.sizes, len(gradients.parameters)), layout.spans)
+    codecs = per_chunk(coding.of_all(gradients.sizes, len(gradients.parameters), gradients.moments), layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(
         run=arguments.run_id,
@@ -109,6 +123,7 @@ def build(
     try:
         asks.start()
     except BaseException:
+        asks.close()
         donor.stop()
         driver.stop(1.0)
         raise

@@ -44,6 +44,9 @@ class Training(Protocol):
         ``left_out``: see :meth:`.Exchange.left_out`.
         """
 
+    def failed(self, reason: str) -> None:
+        """An error in the driver, and perhaps a step with it: as :meth:`returned`, and a state is to be fetched."""
+
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         """This peer follows the others to ``head``, by ``commits`` if they are known; its state is still to come."""
 

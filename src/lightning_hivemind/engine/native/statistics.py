@@ -1,7 +1,7 @@
 """What a model carries besides parameters, equal at all peers: BatchNorm's statistics, a user's extra tensors.
 
 Peers average how these have *changed* since the step before, so that what never changes stays as it is to the last bit.
-With ``use_local_updates`` the parameters themselves are among them.
+With ``use_local_updates`` the parameters themselves are among them, and moments of the optimizer, if wanted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+#: of a sum over some thousand peers in float32, relative
+ROUNDING = 1e-4
+
 
 class Statistics:
     """Floating-point ``tensors`` of any shape and device; others (counters, indices) stay each peer's own.
@@ -19,17 +22,21 @@ class Statistics:
     Args:
         carries: what has changed here since this peer gave its changes to a round is kept over the step; else it is
             replaced by what all have.
+        moments: of the optimizer, behind the others. They are always replaced: with what is carried added, a second
+            moment could get below zero.
 
     Attributes:
-        base: copies in host memory of what all peers have in common, as of ``epoch``.
+        base: copies in host memory of what all peers have in common.
+        epoch: the global step that the tensors have been given; ``base`` may be one ahead, until :meth:`publish`.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False) -> None:
-        self.carries = carries
-        self.tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+    def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False, moments: Sequence[Tensor] = ()) -> None:
+        self.carries, self.moments = carries, len(moments)
+        self.tensors = [*(tensor for tensor in tensors if tensor.is_floating_point()), *moments]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
+        self._carried = self.elements - sum(tensor.numel() for tensor in moments)
         self.base: list[Tensor] = []
-        self.epoch = 0
+        self.epoch = self._coming = 0
         self._ahead: list[Tensor] = []  # of ``base``, with what is carried
         self._lock = threading.Lock()  # a round may ask while a step is made
         self.rebase(0)
@@ -39,13 +46,17 @@ class Statistics:
         """What is there now is what all peers have at ``epoch``: a state was taken over."""
         with self._lock:
             self.base = [tensor.detach().to("cpu", copy=True) for tensor in self.tensors]
-            self.epoch = epoch
+            self.epoch = self._coming = epoch
+
+    def adopted(self, epoch: int) -> None:
+        """:attr:`base` was set to what all peers have at ``epoch``; see :meth:`publish`."""
+        self._coming = epoch
 
     @torch.no_grad()
     def changes(self, epoch: int) -> Tensor:
         """float32 CPU (elements,): since the step to ``epoch``. What is or has become infinite or NaN has not changed.
 
-        Zeros while that step is still to be made here: it may have these changes already.
+        Zeros while that step is still to be made here, or published: it may have these changes already.
         """
         with self._lock:
             if self.epoch != epoch or not self.tensors:
@@ -62,21 +73,24 @@ class Statistics:
             left = self._changes() if self.carries and self.tensors else None
             if left is not None and counted is not None:
                 left -= counted
-            sizes = [base.numel() for base in self.base]
-            for part, base in zip(torch.split(changes, sizes), self.base, strict=True):
-                base.copy_(_moved(base, part))
+            sizes, first_moment = [base.numel() for base in self.base], len(self.base) - self.moments
+            for place, (part, base) in enumerate(zip(torch.split(changes, sizes), self.base, strict=True)):
+                moved = _moved(base, part)
+                base.copy_(moved if place < first_moment else _not_just_below_zero(moved, base))
             if left is not None:
+                left[self._carried :] = 0.0
                 self._ahead = [
                     _moved(base, part) for part, base in zip(torch.split(left, sizes), self.base, strict=True)
                 ]
-            self.epoch = epoch
+            self._coming = epoch
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give the model what all peers have, and what it is ahead of that."""
-        for tensor, value in zip(self.tensors, self._ahead or self.base, strict=True):
-            tensor.copy_(value)
-        self._ahead = []
+        with self._lock:
+            for tensor, value in zip(self.tensors, self._ahead or self.base, strict=True):
+                tensor.copy_(value)
+            self._ahead, self.epoch = [], self._coming
 
     def _changes(self) -> Tensor:
         parts = []
@@ -90,3 +104,8 @@ def _moved(base: Tensor, change: Tensor) -> Tensor:
     """``base`` itself where nothing has changed."""
     change = change.view_as(base)
     return torch.where(change == 0.0, base, (base.double() + change).to(base.dtype))
+
+
+def _not_just_below_zero(value: Tensor, before: Tensor) -> Tensor:
+    """The root of a second moment is taken: what only rounding has made negative is zero."""
+    return torch.where((value < 0.0) & (value > -ROUNDING * before), 0.0, value)

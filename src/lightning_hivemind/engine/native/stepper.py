@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.low_rank import LowRank
+from lightning_hivemind.engine.native.moments import Moments
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, install, read_description, take
+from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, install, read_description
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.errors import ArgumentError
 
@@ -24,7 +26,8 @@ class Stepper:
     Args:
         head: whose state the model has now.
         delayed: steps are made in a thread of their own, on copies in host memory.
-        local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters.
+        local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters,
+            and ``moments`` of the optimizer by these names (else they are equal anyway).
 
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
@@ -33,7 +36,15 @@ class Stepper:
         head: whose state the optimizer has.
     """
 
-    def __init__(self, training: PeerTraining, head: Head, *, delayed: bool, local: bool = False) -> None:
+    def __init__(
+        self,
+        training: PeerTraining,
+        head: Head,
+        *,
+        delayed: bool,
+        local: bool = False,
+        moments: Sequence[str] = (),
+    ) -> None:
         self._training, self.head, self._local = training, head, local
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
@@ -43,11 +54,14 @@ class Stepper:
         #: which parameters are trained is fixed now: the others' vectors have the same ones
         self._trained = [p.requires_grad for p in self._model]
         averaged = [p for p in self._model if p.requires_grad and local]
-        self.statistics = Statistics([*averaged, *training.state_tensors], carries=local)
+        self._moments = Moments(self.optimizer, moments if local else ())
+        self.statistics = Statistics([*averaged, *training.state_tensors], carries=local, moments=self._moments.tensors)
         self._counters = [tensor for tensor in training.state_tensors if not tensor.is_floating_point()]
         #: what is part of a state besides, and travels with it
         self.low_rank: LowRank | None = None
         self.lock = threading.Lock()
+        #: see :meth:`_a_step`
+        self._stepping = False
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
         self._under_way: Future[None] | None = None
 
@@ -77,8 +91,9 @@ class Stepper:
         """``local``: a step on the gradient of the batch that has just ended."""
         with torch.enable_grad():
             self._training.before_optimizer_step(self.optimizer)
-        with self.lock:
+        with self._a_step():
             self.optimizer.step()
+            self._moments.keep()
 
     def step(self, average: Tensor, head: Head, counted: Tensor | None = None, carried: Tensor | None = None) -> None:
         """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics.
@@ -122,6 +137,7 @@ class Stepper:
         """Continue from a checkpoint, whose parameters the model has already."""
         with self.lock, torch.no_grad():
             self.optimizer.load_state_dict(dict(optimizer_state))
+            self._moments.keep()
             for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
                 if mine is not stepped:
                     stepped.copy_(mine)
@@ -133,9 +149,12 @@ class Stepper:
     def copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; from any thread. ``known`` is a copy that may still be right."""
         with self.lock:
+            if self._stepping:
+                return None
             if known is not None and known.head == self.head:
                 return known
-            return take(self.optimizer, self._shared, self._counters, self.head)
+            copy = copy_state(self.optimizer, self._shared, self._counters, self.head)
+        return copy.described()  # which takes as long, and needs no lock
 
     def read(self, data: memoryview) -> Description:
         """What another peer says of its state, once it is known to fit. Raises StateError."""
@@ -147,11 +166,13 @@ class Stepper:
         with self.lock:
             rates = [group["lr"] for group in self.optimizer.param_groups]
             install(description, memory, self.optimizer, self._shared, self._counters)
+            self._moments.keep()
             theirs = [group["lr"] for group in self.optimizer.param_groups]
             _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
             self._training.advance_schedulers(description.head.epoch)
             _set_rates(self.optimizer, theirs)
-            self.head, self.statistics.epoch = description.head, description.head.epoch
+            self.head = description.head
+            self.statistics.adopted(description.head.epoch)
             if self.low_rank is not None:
                 self.low_rank.adopted(description.head.epoch)
             self.publish()
@@ -162,8 +183,16 @@ class Stepper:
 
     # ------------------------------------------------------------------ private
 
-    def _make(self, statistics: Tensor, head: Head, carried: Tensor | None) -> None:
+    @contextlib.contextmanager
+    def _a_step(self) -> Iterator[None]:
+        """Parameters are those of a head again once it has ended, not if it raises."""
         with self.lock:
+            self._stepping = True
+            yield
+            self._stepping = False
+
+    def _make(self, statistics: Tensor, head: Head, carried: Tensor | None) -> None:
+        with self._a_step():
             self.optimizer.step()
             self.statistics.step(statistics, head.epoch)
             self._training.advance_schedulers(head.epoch)

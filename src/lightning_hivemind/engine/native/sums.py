@@ -22,14 +22,17 @@ class BufferSum:
         device = parameters[0].device if parameters else torch.device("cpu")
         self._values = torch.zeros(self.elements, device=device)
         self.samples = self.first = self.epoch = 0
-        #: whether a batch is being computed that writes where the sum is
-        self.busy = False
+        #: whether a batch is being computed that writes where the sum is; whether an average is there
+        self.busy = self.lent = False
 
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch by, before its backward pass."""
         return 1.0
 
     def begin_batch(self) -> None:
+        pass
+
+    def end_batch(self) -> None:
         pass
 
     def add(self, samples: int, epoch: int, scale: float) -> int:
@@ -63,7 +66,7 @@ class InPlaceSum:
         self._parameters = parameters
         self.elements = sum(p.numel() for p in parameters)
         self.samples = self.first = self.epoch = 0
-        self.busy = self._void = False
+        self.busy = self.lent = self._void = False
         self._scale = 1.0
 
     def weight(self, samples: int) -> float:
@@ -73,6 +76,12 @@ class InPlaceSum:
 
     def begin_batch(self) -> None:
         self.busy = True
+
+    def end_batch(self) -> None:
+        """Of which nothing is added."""
+        self.busy = False
+        if self._void:
+            self.clear()
 
     def add(self, samples: int, epoch: int, scale: float) -> int:
         self.busy = False
@@ -95,7 +104,7 @@ class InPlaceSum:
 
     def clear(self) -> None:
         self.samples, self._void = 0, self.busy
-        if not self.busy:
+        if not self.busy and not self.lent:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.zero_()
@@ -105,7 +114,7 @@ class LocalUpdates:
     """``use_local_updates``: a batch's gradient is used at once, by ``step``, and only samples are counted."""
 
     elements = 0
-    busy = False
+    busy = lent = False
 
     def __init__(self, step: Callable[[], None]) -> None:
         self._step = step
@@ -115,6 +124,9 @@ class LocalUpdates:
         return 1.0
 
     def begin_batch(self) -> None:
+        pass
+
+    def end_batch(self) -> None:
         pass
 
     def add(self, samples: int, epoch: int, scale: float) -> int:

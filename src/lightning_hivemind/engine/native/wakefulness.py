@@ -5,8 +5,16 @@ A thread looks at the clock a few times per second. So a long piece of work of o
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+
+
+def time_with_sleep() -> float:
+    """Seconds that go on while the machine sleeps, unlike ``time.monotonic``; whatever is done to its clock."""
+    if sys.platform == "darwin":
+        return time.clock_gettime(time.CLOCK_MONOTONIC)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Wakefulness:
@@ -14,7 +22,7 @@ class Wakefulness:
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
-        self._last = time.monotonic()
+        self._last = time_with_sleep()
         self._stood_still = False
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -37,9 +45,9 @@ class Wakefulness:
         while not self._stop.wait(self._longest_s / 4):
             with self._lock:
                 self._look()
-                self._last = time.monotonic()
+                self._last = time_with_sleep()
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now = time_with_sleep()
         if now - self._last > self._longest_s:
             self._stood_still, self._last = True, now

@@ -38,14 +38,19 @@ class Whereabouts:
         driver: Driver,
         introductions: Introductions,
         samples: Callable[[], int],
+        owes: Callable[[], bool],
         agreement: Agreement | None,
         *,
         reduces: bool,
     ) -> None:
+        #: others that, as they say, have not the state of where this peer stands
+        self.without: frozenset[str] = frozenset()
+        self._owes = owes
         self._network, self._driver, self._introductions = network, driver, introductions
         self._samples, self._agreement, self._reduces = samples, agreement, reduces
         self._records = PeerRecords(network.dht, f"{run_id}.native", network.peer_id, refresh_s=REFRESH_S)
         self._stopped = threading.Event()
+        self._stamp = 0.0
         self._thread = threading.Thread(target=self._run, name="whereabouts", daemon=True)
 
     def first_look(self) -> list[Head]:
@@ -69,6 +74,7 @@ class Whereabouts:
     def _look(self) -> list[Head]:
         heads = []
         records = self._records.read()
+        without, mine = set(), self._driver.status.head
         if self._agreement is not None:
             self._agreement.present(records)
         for peer, record in records.items():
@@ -81,6 +87,9 @@ class Whereabouts:
             if found is not None:
                 self._driver.saw(peer, found)
                 heads.append(found.head)
+                if record.get("owes") is True or (mine is not None and mine.outweighs(found.head)):
+                    without.add(peer)
+        self.without = frozenset(without)
         return heads
 
     def _publish(self) -> None:
@@ -88,16 +97,21 @@ class Whereabouts:
         head = status.head
         if head is not None:
             place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, len(status.cut)]
-            self._records.publish(place=[*place, time.time()], parameters=self._agreement and self._agreement.record())
+            self._stamp = max(time.time(), self._stamp + 1e-3)  # grows, whatever is done to the clock
+            self._records.publish(
+                place=[*place, self._stamp],
+                owes=self._owes() or None,
+                parameters=self._agreement and self._agreement.record(),
+            )
 
     def _run(self) -> None:
-        published: tuple[float, Head | None, int] = (0.0, None, 0)
+        published: tuple[float, Head | None, int, bool] = (0.0, None, 0, False)
         while not self._stopped.wait(LOOK_S):
             self._look()
             status, now = self._driver.status, time.monotonic()
-            changed = (status.head, len(status.cut)) != published[1:]
-            if now - published[0] > (PUBLISH_S if changed else AGAIN_S):
-                published = (now, status.head, len(status.cut))
+            what = (status.head, len(status.cut), self._owes())
+            if now - published[0] > (PUBLISH_S if what != published[1:] else AGAIN_S):
+                published = (now, *what)
                 self._publish()
 
 

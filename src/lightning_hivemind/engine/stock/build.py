@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from hivemind.optim.state_averager import TrainingStateAverager
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.codecs import NoCompression
 from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.priming import prime_statistics
 from lightning_hivemind.engine.stock.averagers import checked
 from lightning_hivemind.engine.stock.processes import stop_processes
-from lightning_hivemind.engine.stock.state import prime_optimizer_state
 from lightning_hivemind.engine.stock.tracker import ExactTracker
 
 REQUEST_TIMEOUT_S = 3.0  # hivemind's own; it must stay below matchmaking_time, or followers and leaders deadlock
@@ -82,15 +82,14 @@ def build_parts(
 
 
 def _build_state(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining, *, share_state: bool) -> Any:
+    statistics = arguments.average_opt_statistics
     if training.rebuild_optimizer is not None:
         groups: Any = [dict(group) for group in training.optimizer.param_groups]
-        optimizer: Any = (
-            _primed(training.rebuild_optimizer) if arguments.average_opt_statistics else (training.rebuild_optimizer)
-        )
+        rebuild = training.rebuild_optimizer
+        optimizer: Any = (lambda groups: _primed(rebuild(groups), statistics)) if statistics else rebuild
     else:
         groups, optimizer = None, training.optimizer
-        if arguments.average_opt_statistics:
-            prime_optimizer_state(optimizer)
+        _primed(optimizer, statistics)
     return checked(TrainingStateAverager)(
         dht=dht,
         prefix=f"{arguments.run_id}_state_averager",
@@ -102,7 +101,7 @@ def _build_state(arguments: Arguments, dht: hivemind.DHT, training: PeerTraining
         delta_rule_averaging=arguments.use_local_updates and arguments.delay_state_averaging,
         compression=_codec(arguments.state_averaging_compression),
         state_compression=_codec(arguments.load_state_compression),
-        average_opt_statistics=arguments.average_opt_statistics,
+        average_opt_statistics=statistics,
         extra_tensors=training.extra_tensors,
         performance_ema_alpha=arguments.performance_ema_alpha,
         status_loglevel=_loglevel(arguments),
@@ -157,10 +156,6 @@ def _loglevel(arguments: Arguments) -> int:
     return logging.INFO if arguments.verbose else logging.DEBUG
 
 
-def _primed(rebuild: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    def make(groups: Any) -> torch.optim.Optimizer:
-        optimizer = rebuild(groups)
-        prime_optimizer_state(optimizer)
-        return optimizer
-
-    return make
+def _primed(optimizer: torch.optim.Optimizer, statistics: Sequence[str]) -> torch.optim.Optimizer:
+    prime_statistics(optimizer, statistics, of_all=True)
+    return optimizer

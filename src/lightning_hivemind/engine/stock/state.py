@@ -11,40 +11,8 @@ import torch
 from hivemind.optim.state_averager import load_optimizer_state
 from hivemind.utils import nested_flatten
 
+from lightning_hivemind.engine.priming import prime_optimizer_state
 from lightning_hivemind.errors import StateError
-
-
-def prime_optimizer_state(optimizer: torch.optim.Optimizer, *, frozen: bool = True) -> None:
-    """Create the optimizer's state tensors without changing a parameter, as before the first step.
-
-    With ``frozen=False`` only for parameters that require a gradient: those that a step really gives a state.
-
-    hivemind makes one step with zero gradients for that, which applies weight decay and counts as a step. Here weight
-    decay is switched off for it (it would enter the moments), parameters are put back and step counters are zeroed.
-    Gradients are left as they were.
-    """
-    decays = [group.get("weight_decay") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        if "weight_decay" in group:
-            group["weight_decay"] = 0.0
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [(p.detach().clone(), p.grad) for p in parameters]
-    for p in parameters:
-        p.grad = torch.zeros_like(p) if frozen or p.requires_grad else None
-    optimizer.step()
-    for group, decay in zip(optimizer.param_groups, decays, strict=True):
-        if decay is not None:
-            group["weight_decay"] = decay
-    with torch.no_grad():
-        for p, (value, grad) in zip(parameters, kept, strict=True):
-            p.copy_(value)
-            p.grad = grad
-            entry = optimizer.state.get(p, {})
-            counter = entry.get("step")
-            if isinstance(counter, torch.Tensor):
-                counter.zero_()
-            elif counter is not None:
-                entry["step"] = 0
 
 
 def _entries(optimizer: torch.optim.Optimizer) -> int:

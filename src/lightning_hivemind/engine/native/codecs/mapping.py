@@ -38,14 +38,19 @@ class Coding:
     name: str
     of: Callable[[int, int], ChunkCodec]
 
-    def of_all(self, sizes: Sequence[int], gradients: int) -> list[tuple[int, ChunkCodec]]:
+    def of_all(self, sizes: Sequence[int], gradients: int, moments: int = 0) -> list[tuple[int, ChunkCodec]]:
         """The numbers of elements, each with its codec.
 
         What is left out of the first ``gradients`` is sent later. The others are how far values are from where they
-        should be: what is left out of that is seen again, and would count twice; so it is sent whole.
+        should be: what is left out of that is seen again, and would count twice; so it is sent whole. The last
+        ``moments`` are an optimizer's, and go as they are: beside large second moments small ones would be rounded to
+        zero, which Adam divides by.
         """
-        found = []
+        found: list[tuple[int, ChunkCodec]] = []
         for place, size in enumerate(sizes):
+            if place >= len(sizes) - moments:
+                found.append((size, Exact()))
+                continue
             codec = self.of(place, size)
             found.append((size, Exact() if codec.leaves_out and place >= gradients else codec))
         return found

@@ -116,6 +116,12 @@ class Peer:
             self._roster.begin_anew()
         self._settle(now)
 
+    def give_up(self, head: Head, now: float) -> None:
+        """Nobody that lives has the state of where this peer stands: go back to ``head``, and never there again."""
+        if self.head is not None:
+            self._standing.given_up.add(self.head)
+        self.adopt(head, (), now)
+
     def saw(self, peer: PeerId, place: Place, now: float) -> None:
         """A peer's record was read."""
         self._begin(now)
@@ -124,7 +130,12 @@ class Peer:
             if peer not in self._roster.cut:
                 self._standing.same(peer, place.head)
             elif peer not in before:
-                self._emit(Note(what="lives, and there is no connection to it from here", peer=peer))
+                self._emit(
+                    Note(
+                        what="there is no way to it from here, though it lives; rounds go through who reaches both",
+                        peer=peer,
+                    )
+                )
         self._settle(now)
 
     def lost(self, peer: PeerId, now: float) -> None:
@@ -268,7 +279,7 @@ class Peer:
 
     def _on_news(self, sender: PeerId, message: News, now: float) -> None:
         head = self.head
-        if head is None:
+        if head is None or message.head in self._standing.given_up:
             return
         commits = following(head, message.commits)
         if not commits or commits[-1].head != message.head:

@@ -9,6 +9,9 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, Hist
 from lightning_hivemind.engine.native.protocol.messages import Committed, Ended, News, RoundId
 from lightning_hivemind.engine.native.protocol.roster import Roster
 
+#: contributions that are told at once: some two megabytes
+MOST_TOLD = 30_000
+
 
 class Standing:
     """``head`` is None until the first state is adopted; ``catching_up_to`` is set while another one is fetched."""
@@ -17,6 +20,8 @@ class Standing:
         self._roster, self._emit = roster, emit
         self.head: Head | None = None
         self.catching_up_to: Head | None = None
+        #: heads whose state nobody has any more
+        self.given_up: set[Head] = set()
         self.history = History()
 
     @property
@@ -57,7 +62,10 @@ class Standing:
         if self.head is None or head == self.head:
             return head == self.head
         if self.head.outweighs(head):
-            self._emit(Send(to=peer, message=News(head=self.head, commits=self.history.since(head))))
+            commits = self.history.since(head)
+            if sum(len(commit.contributions) for commit in commits) > MOST_TOLD:
+                commits = ()  # it takes a state without them
+            self._emit(Send(to=peer, message=News(head=self.head, commits=commits)))
         else:
             self._emit(Send(to=peer, message=self._roster.progress(self.head)))  # it will answer with news
         return False

@@ -26,6 +26,8 @@ log = logging.getLogger("lightning_hivemind")
 KEPT_S = 60.0
 #: who asks while another peer is downloading does not take its copy away
 MOST_COPIES = 2
+#: a copy that was asked for so recently is being downloaded; who else asks waits for its end if all are
+IN_USE_S = 5.0
 
 SendFrame = Callable[[PeerId, Header, Payload], None]
 
@@ -66,6 +68,7 @@ class Donor:
                 return
             copy, _ = self._copies.get(question.digest, (None, 0.0))
             if copy is not None and not self._stopped:
+                self._copies.pop(question.digest)  # to the end of the order
                 self._copies[question.digest] = (copy, time.monotonic())
         if copy is None or question.number >= questions.ranges(copy.memory.numel()):
             self._answer(peer, download, 0, b"")  # it is gone: the other peer has to begin anew
@@ -85,8 +88,12 @@ class Donor:
                 self._changed.wait_for(lambda: self._waiting or self._stopped, KEPT_S / 2)
                 if self._stopped:
                     return
+                now = time.monotonic()
+                if self._waiting and sum(asked > now - IN_USE_S for _, asked in self._copies.values()) >= MOST_COPIES:
+                    self._changed.wait(IN_USE_S / 5)
+                    continue
                 waiting, self._waiting = self._waiting, {}
-                oldest = time.monotonic() - KEPT_S
+                oldest = now - KEPT_S
                 self._copies = {digest: one for digest, one in self._copies.items() if one[1] > oldest}
                 copy = next((copy for copy, _ in reversed(self._copies.values())), None)
             if not waiting:

@@ -6,6 +6,7 @@ The training thread runs it and waits; frames come in the connections' threads.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -34,6 +35,7 @@ POLL_S = 0.2
 DESCRIPTION_S = 60.0
 #: once there is one description, how much longer the other donors' are waited for
 PATIENCE_S = 0.3
+ASK_AGAIN_S = 15.0
 
 Reader = Callable[[memoryview], Description]
 
@@ -85,8 +87,6 @@ class Downloads:
             self._attempt = attempt
             attempt.moved_at = dict.fromkeys(donors, time.monotonic())
         try:
-            for donor in donors:
-                self._ask(donor, attempt, WantsDescription())
             chosen = self._choose(attempt, read, deadline, should_abort)
             if chosen is None:
                 return None
@@ -107,6 +107,7 @@ class Downloads:
     ) -> Description | None:
         """Wait for descriptions; the one that most donors have. Afterwards only they are donors."""
         since: float | None = None
+        asked = -math.inf
         deadline = min(deadline, time.monotonic() + DESCRIPTION_S)
         with self._changed:
             while attempt.donors - set(attempt.described):
@@ -115,6 +116,10 @@ class Downloads:
                     since = now
                 if now >= deadline or should_abort() or (since is not None and now - since > PATIENCE_S):
                     break
+                if now - asked > ASK_AGAIN_S:  # a question may be lost with a connection that is made again
+                    asked = now
+                    for donor in sorted(attempt.donors - set(attempt.described)):
+                        self._ask(donor, attempt, WantsDescription())
                 self._changed.wait(min(POLL_S, PATIENCE_S / 2))
             described = {donor: data for donor, data in attempt.described.items() if donor in attempt.donors}
         if not described or should_abort():

@@ -88,8 +88,35 @@ class Description:
     groups: tuple[Mapping[str, Any], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy in host memory that nobody knows how to read yet; ``own``: how many tensors at its end are not shared."""
+
+    head: Head
+    memory: Tensor
+    parts: tuple[Part, ...]
+    own: int
+    state: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    def described(self) -> Snapshot:
+        """With its digest.
+
+        Raises:
+            StateError: it cannot be described.
+        """
+        digest = _digest(self.memory, _shared(self.parts, self.own, self.memory.numel()))
+        place = [self.head.epoch, self.head.lineage, self.head.samples]
+        shapes = [[part.dtype, list(part.shape)] for part in self.parts]
+        try:
+            description = msgpack.packb([place, digest, shapes, self.state, self.groups], use_bin_type=True)
+        except (OverflowError, ValueError, TypeError) as error:
+            raise StateError(f"the state of the optimizer cannot be described: {error}") from None
+        return Snapshot(self.head, description, self.memory, digest)
+
+
 @torch.no_grad()
-def take(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, head: Head) -> Snapshot:
+def copy_state(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, head: Head) -> StateCopy:
     """Copy parameters and state of ``optimizer``, and the tensors, to host memory.
 
     Raises:
@@ -121,13 +148,7 @@ def take(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, head
         {name: _plain(optimizer, name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
         for group in optimizer.param_groups
     ]
-    digest = _digest(memory, _shared(parts, len(own), size))
-    place = [head.epoch, head.lineage, head.samples]
-    described = [place, digest, [[part.dtype, list(part.shape)] for part in parts], state, groups]
-    try:
-        return Snapshot(head, msgpack.packb(described, use_bin_type=True), memory, digest)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise StateError(f"the state of {type(optimizer).__name__} cannot be described: {error}") from None
+    return StateCopy(head, memory, parts, len(own), state, groups)
 
 
 def read_description(

@@ -35,6 +35,7 @@ log = logging.getLogger("lightning_hivemind")
 HANDSHAKE_S = 10.0
 #: connections that have not said who they are, at most
 STRANGERS = 64
+ACCEPT_AGAIN_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -129,18 +130,30 @@ class Links:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return  # closed
-            inlet = _Inlet(sock)
-            with self._lock:
-                strangers = sum(one.peer is None for one in self._inlets)
-                welcome = strangers < STRANGERS and not self._closed
-                if welcome:
-                    self._inlets.add(inlet)
+                self._take_in(_Inlet(sock))
+            except (OSError, RuntimeError) as error:
+                if self._closed:
+                    return
+                log.warning("a connection could not be accepted: %s", error)  # too many open files, or threads
+                time.sleep(ACCEPT_AGAIN_S)
+
+    def _take_in(self, inlet: _Inlet) -> None:
+        with self._lock:
+            strangers = sum(one.peer is None for one in self._inlets)
+            welcome = strangers < STRANGERS and not self._closed
+            if welcome:
+                self._inlets.add(inlet)
+        try:
             if welcome:
                 threading.Thread(target=self._receive, args=(inlet,), name="from ?", daemon=True).start()
-            else:
-                close(sock)
+        except RuntimeError:
+            with self._lock:
+                self._inlets.discard(inlet)
+            welcome = False
+            raise
+        finally:
+            if not welcome:
+                close(inlet.sock)
 
     def _receive(self, inlet: _Inlet) -> None:
         """A connection that somebody has made."""
@@ -150,7 +163,7 @@ class Links:
             if self._closed:  # while it was nobody's
                 raise ConnectionAbortedError("closing")
             inlet.sock.settimeout(self._detect_s)
-        except (OSError, WireError) as error:
+        except Exception as error:
             self._ended(inlet, error)
             close(inlet.sock)
             return
@@ -172,7 +185,7 @@ class Links:
             reader = Reader(inlet.sock, inlet.peer, self._sink)
             while True:
                 reader.read()
-        except (OSError, WireError) as error:
+        except Exception as error:
             self._ended(inlet, error)
         finally:
             close(inlet.sock)
@@ -184,8 +197,11 @@ class Links:
             replaced = any(one.peer == inlet.peer for one in self._inlets)
         if self._closed:
             return
-        if isinstance(error, WireError):
-            log.warning("a connection of %s was closed: %s", inlet.peer or "a stranger", error)
+        if not isinstance(error, OSError):
+            unforeseen = None if isinstance(error, WireError) else error
+            log.warning(
+                "a connection of %s was closed: %s", inlet.peer or "a stranger", why(error), exc_info=unforeseen
+            )
         if inlet.peer is None or replaced:
             return
         if isinstance(error, TimeoutError):

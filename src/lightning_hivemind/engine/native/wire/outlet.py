@@ -112,6 +112,8 @@ class Outlet:
                     self._pump(sock)
         except Gone as error:
             reason = str(error)
+        except Exception as error:  # whatever it is, the peer must not wait for ever for what is sent to it
+            reason = f"{type(error).__name__}: {error}"
         if not self._closed:
             self._lost(self, reason)
 

@@ -1,0 +1,27 @@
+"""Averages that wait for long: while a state is downloaded over a slow line, the swarm makes steps."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import tempfile
+
+import torch
+from torch import Tensor
+
+#: so much of the disk is left to others
+LEFT_BYTES = 2 << 30
+
+
+def on_disk(values: Tensor) -> Tensor | None:
+    """A copy, float32 CPU (elements,), in a file of the temporary directory, which goes when the tensor goes.
+
+    None where there is no room for it.
+    """
+    size = 4 * values.numel()
+    if not size or shutil.disk_usage(tempfile.gettempdir()).free < size + LEFT_BYTES:
+        return None
+    with tempfile.TemporaryFile(prefix="lightning-hivemind-") as file:
+        file.truncate(size)
+        memory = mmap.mmap(file.fileno(), size)
+    return torch.frombuffer(memory, dtype=torch.float32).copy_(values)
