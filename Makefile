@@ -41,7 +41,7 @@ format: ## let ruff rewrite what it can
 
 bench: ## the measured tables of the README
 	@$(SETUP) test
-	$(THREADS) $(VENV)/bin/python benchmarks/run.py $(ARGS)
+	PYTHONPATH=tests $(THREADS) $(VENV)/bin/python benchmarks/run.py $(ARGS)
 
 docs: ## HTML in docs/_build/html; a warning is an error
 	@$(SETUP) docs

@@ -82,6 +82,8 @@ class Meter:
         mark: dict[str, float] = {"time": time.time(), "epoch": epoch, "samples": self._samples}
         if wait_s is not None:
             mark["wait_s"] = wait_s
+        if self._spec.uplink_mbit_s:
+            mark["sent"] = sent_bytes()
         self._marks.write(json.dumps(mark) + "\n")
         self._epoch, self._samples = epoch, 0
         self._count += 1
@@ -168,6 +170,15 @@ class DdpMeterCallback(MeterCallback):
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 
 
+def sent_bytes() -> int:
+    """What has left this process's network so far. (TCP's and IP's headers count once for what is sent at once.)"""
+    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
+        interface, _, counters = line.partition(":")
+        if interface.strip() == "line":
+            return int(counters.split()[8])
+    raise RuntimeError("this process has no line of its own")
+
+
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -219,7 +230,7 @@ def train_ours(spec: TurnSpec, folder: Path, index: int, meter: Meter) -> None:
         target_batch_size=spec.target_samples,
         run_id=RUN_ID,
         initial_peers=peers,
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        host_maddrs=[f"/ip4/{os.environ.get('BENCH_ADDRESS', '127.0.0.1')}/tcp/0"],
         **options,
     )
     if not peers:

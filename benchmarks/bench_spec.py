@@ -30,6 +30,8 @@ class TurnSpec:
         warm: global steps of every peer before the measurement begins.
         steps, window_s: the measurement ends after so many steps, or with the first step after so many seconds.
         once: run in the first repeat only, because a turn takes long.
+        uplink_mbit_s: every peer has a network of its own, and sends no faster than that (10^6 bits per second); 0: all
+            talk over loopback.
     """
 
     contender: str
@@ -45,6 +47,7 @@ class TurnSpec:
     steps: int = 20
     window_s: float = 20.0
     once: bool = False
+    uplink_mbit_s: float = 0.0
 
     @property
     def parameters(self) -> int:
@@ -53,6 +56,11 @@ class TurnSpec:
     @property
     def target_samples(self) -> int:
         return self.peers * self.batches * self.batch_samples
+
+    @property
+    def start_s(self) -> float:
+        """The measurement begins at the latest now, whether peers got going or not."""
+        return 90.0 if self.uplink_mbit_s else 35.0
 
     @property
     def case(self) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing as mp
@@ -12,9 +13,12 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,7 +30,6 @@ from bench_stats import Round, rounds_of_marks, whole_share
 # import and must not be shared by peers.
 STARTER = mp.get_context("forkserver")
 STARTER.set_forkserver_preload(["bench_peer"])
-START_S = 35.0  # the measurement begins at the latest now, whether peers got going or not
 OVERTIME = 1.25  # a window ends here, in the middle of a step if need be
 GRACE_S = 5.0
 POLL_S = 0.05
@@ -40,6 +43,7 @@ class Turn:
         step_s: seconds per global step over the whole window.
         cpu_s: processor seconds of all processes of all peers per global step.
         rounds: of each peer, within the window, which begins and ends with a step of peer 0.
+        sent_bytes: of each peer per global step, where peers have lines of their own.
         history: the same from the peer's first step to the end of the turn, measured or not.
     """
 
@@ -52,6 +56,7 @@ class Turn:
     total_s: float = math.nan
     rounds: list[list[Round]] = field(default_factory=list)
     history: list[list[Round]] = field(default_factory=list)
+    sent_bytes: list[float] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -75,11 +80,12 @@ def run_turn(spec: TurnSpec, repeat: int, keep: Path | None = None) -> Turn:
     turn = Turn(spec=spec, repeat=repeat, load=os.getloadavg()[0])
     start = time.monotonic()
     spec.save(folder / "spec.json")
-    peers = _start(spec, folder)
-    try:
-        turn.failure = _wait(spec, folder, peers)
-    finally:
-        _stop(peers)
+    with networks_of(spec) as networks:
+        peers = start_all(spec, folder, networks)
+        try:
+            turn.failure = _wait(spec, folder, peers)
+        finally:
+            stop_all(peers)
     _read(turn, folder)
     turn.total_s = time.monotonic() - start
     if keep is None:
@@ -87,23 +93,45 @@ def run_turn(spec: TurnSpec, repeat: int, keep: Path | None = None) -> Turn:
     return turn
 
 
-def _start(spec: TurnSpec, folder: Path) -> list[BaseProcess]:
-    shared = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": "", "PL_INITIAL_PEERS": ""}
+def networks_of(spec: TurnSpec) -> AbstractContextManager[Sequence[Any]]:
+    """A namespace for each peer where their lines are limited, else None for each."""
+    if not spec.uplink_mbit_s:
+        return contextlib.nullcontext([None] * spec.peers)
+    from swarm.namespaces import homes  # tests/: `make bench` has it in its path
+
+    return homes(spec.peers, spec.uplink_mbit_s)
+
+
+def start_all(spec: TurnSpec, folder: Path, networks: Sequence[Any]) -> list[BaseProcess]:
+    """All peers of a turn. ``spec`` must lie in ``folder``."""
+    ranks: list[dict[str, str]] = [{} for _ in range(spec.peers)]
     if spec.kind == "ddp":
-        shared.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), NODE_RANK="0", WORLD_SIZE=str(spec.peers))
-    peers: list[BaseProcess] = []
-    for index in range(spec.peers):
-        env = {**shared, "LIGHTNING_HIVEMIND_EVENTS": str(folder / f"events-{index}.jsonl")}
-        if spec.kind == "ddp":
-            env["LOCAL_RANK"] = str(index)
-        peer = STARTER.Process(target=peer_process, args=(folder, index, env))
-        peer.start()
-        peers.append(peer)
-    return peers
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(spec.peers)}
+        ranks = [{**world, "NODE_RANK": "0", "LOCAL_RANK": str(index)} for index in range(spec.peers)]
+    return [start_peer(folder, index, rank, networks[index]) for index, rank in enumerate(ranks)]
 
 
-def peer_process(folder: Path, index: int, env: dict[str, str]) -> None:
+def start_peer(folder: Path, index: int, rank: Mapping[str, str], network: Any = None) -> BaseProcess:
+    """One process. ``rank``: what DDP looks for in its environment."""
+    env = {
+        **rank,
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "INITIAL_PEERS": "",
+        "PL_INITIAL_PEERS": "",
+        "LIGHTNING_HIVEMIND_EVENTS": str(folder / f"events-{index}.jsonl"),
+    }
+    if network is not None:
+        env["BENCH_ADDRESS"] = network.address
+    peer = STARTER.Process(target=peer_process, args=(folder, index, env, network))
+    peer.start()
+    return peer
+
+
+def peer_process(folder: Path, index: int, env: dict[str, str], network: Any) -> None:
     """What runs in a new process, with output of its own from the first line on."""
+    if network is not None:
+        network.enter()
     with open(folder / f"log-{index}.txt", "wb") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
@@ -123,7 +151,7 @@ def _wait(spec: TurnSpec, folder: Path, peers: list[BaseProcess]) -> str:
             if not peer.is_alive():
                 return f"peer {index} ended with status {peer.exitcode}: {_last_line(folder / f'log-{index}.txt')}"
         if opened is None:
-            opened = _opened_window(folder, force=time.monotonic() - begin > START_S)
+            opened = _opened_window(folder, force=time.monotonic() - begin > spec.start_s)
         elif time.time() - opened["time"] > OVERTIME * spec.window_s:
             return _close_window(folder, opened)
         time.sleep(POLL_S)
@@ -156,7 +184,7 @@ def _close_window(folder: Path, opened: dict[str, float]) -> str:
     return ""
 
 
-def _stop(peers: list[BaseProcess]) -> None:
+def stop_all(peers: list[BaseProcess]) -> None:
     """Ask politely, then make sure: also of what the peers started and perhaps left behind."""
     family: dict[int, psutil.Process] = {}
     for peer in peers:
@@ -195,6 +223,10 @@ def _read(turn: Turn, folder: Path) -> None:
         before = [mark for mark in marks if mark["time"] <= first["time"]][-1:]
         inside = [mark for mark in marks if mark["time"] > first["time"]]
         turn.rounds.append(rounds_of_marks([*before, *inside], outcomes_of(turn.spec, folder, index)))
+        if before and inside and "sent" in before[0]:
+            turn.sent_bytes.append(
+                (inside[-1]["sent"] - before[0]["sent"]) / (inside[-1]["epoch"] - before[0]["epoch"])
+            )
 
 
 def _last_line(path: Path) -> str:

@@ -3,6 +3,8 @@
     python benchmarks/run.py            # as many repeats as fit into about ten minutes; writes benchmarks/results/
     python benchmarks/run.py --quick    # one small repeat in under two minutes; writes nothing
     python benchmarks/run.py --averaging 50,100 --peers 2,4    # large gradients only; writes its own results
+    make bench ARGS="--forecast 2,4,8"    # the simulator beside real peers on limited lines (needs root); likewise
+    python benchmarks/run.py --joiner 50    # a late joiner of a large model; likewise
 
 All contenders take turns: a repeat runs each of them once (the slow ones
 of stock hivemind only in the first repeat), and a ratio compares two turns of the same repeat.
@@ -15,6 +17,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +26,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench_forecast import forecast_specs, forecast_table
+from bench_joiner import Joiner, joiner_table, run_joiner
 from bench_machine import describe_machine
 from bench_spec import TurnSpec
 from bench_stats import number, rotated
@@ -39,32 +44,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--averaging", type=numbers, metavar="MILLIONS", help="only this table, of models of these sizes"
     )
+    parser.add_argument("--forecast", type=numbers, metavar="PEERS", help="only this table, of these numbers of peers")
+    parser.add_argument("--joiner", type=numbers, metavar="MILLIONS", help="only this table, of models of these sizes")
     parser.add_argument("--peers", type=numbers, default=[2], help="with --averaging: numbers of peers")
-    parser.add_argument("--minutes", type=float, default=9.5, help="begin no repeat that would probably end later")
+    parser.add_argument(
+        "--minutes", type=float, default=9.5, help="begin no repeat that would probably end later (not --joiner)"
+    )
     parser.add_argument("--keep", type=Path, help="existing folder in which the files of all processes are kept")
     options = parser.parse_args(arguments)
+    name, plan, tables = "foundation", full_plan(), all_tables
+    if options.forecast:
+        if why := why_no_lines():
+            parser.error(f"--forecast {why}")
+        name, plan, tables = "forecast", [forecast_specs(peers) for peers in options.forecast], forecast_table
+    elif options.averaging:
+        name = "averaging"
+        plan = [averaging_specs(millions, peers) for millions in options.averaging for peers in options.peers]
+    elif options.quick:
+        plan = quick_plan()
+    limit_s = 0.0 if options.quick else 60 * options.minutes
     started, clock = datetime.now(timezone.utc), time.monotonic()
     loads = [os.getloadavg()[0]]
-    if options.averaging:
-        plan = [averaging_specs(millions, peers) for millions in options.averaging for peers in options.peers]
+    if options.joiner:
+        name, repeats = "joiner", 1 if options.quick else MOST_REPEATS
+        joined = [one for repeat in range(repeats) for one in run_joiners(options.joiner, repeat, options.keep)]
+        table = joiner_table(joined)
+        records = [{"millions": size, **asdict(one)} for size, one in joined]
     else:
-        plan = quick_plan() if options.quick else full_plan()
-    turns = run_repeats(plan, 0.0 if options.quick else 60 * options.minutes, options.keep)
-    loads.append(os.getloadavg()[0])
+        turns = run_repeats(plan, limit_s, options.keep)
+        table, records, repeats = tables(turns), [asdict(turn) for turn in turns], 1 + max(one.repeat for one in turns)
+        loads += [turn.load for turn in turns]
     facts = {
         "date": started.strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["python", "benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)]),
         "duration": f"{time.monotonic() - clock:.0f} s",
-        "repeats": str(1 + max(turn.repeat for turn in turns)),
-        "load": f"{loads[0]:.1f} before, {loads[-1]:.1f} after, {max(turn.load for turn in turns):.1f} at most"
+        "repeats": str(repeats),
+        "load": f"{loads[0]:.1f} before, {os.getloadavg()[0]:.1f} after, {max(loads):.1f} at most"
         " (1-minute averages, the benchmark's own processes included)",
         **describe_machine(),
     }
-    text = report(facts, turns)
+    text = "\n".join(["# Benchmark", "", *(f"- {fact}: {value}" for fact, value in facts.items()), "", table, ""])
     print(text)
     if not options.quick:
-        write_results("averaging" if options.averaging else "foundation", text, facts, turns)
+        write_results(name, text, {**facts, "turns": [_plain(one) for one in records]})
     return 0
+
+
+def why_no_lines() -> str | None:
+    """Whether this machine can stand for several, with lines of limited width."""
+    try:
+        from swarm.namespaces import why_no_homes  # tests/
+    except ImportError:
+        return 'needs tests/ in PYTHONPATH: run it as `make bench ARGS="--forecast ..."`'
+    return why_no_homes()
 
 
 def numbers(text: str) -> list[int]:
@@ -88,15 +120,18 @@ def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None) -
     return turns
 
 
-def report(facts: dict[str, str], turns: Sequence[Turn]) -> str:
-    lines = [f"- {name}: {value}" for name, value in facts.items()]
-    return "\n".join(["# Benchmark", "", *lines, "", all_tables(turns), ""])
+def run_joiners(sizes: Sequence[int], repeat: int, keep: Path | None) -> list[tuple[int, Joiner]]:
+    """One repeat."""
+    found = []
+    for millions in sizes:
+        found.append((millions, run_joiner(millions, keep)))
+        print(f"[repeat {repeat + 1}] {millions}M: {found[-1][1]}", file=sys.stderr, flush=True)
+    return found
 
 
-def write_results(name: str, text: str, facts: dict[str, str], turns: Sequence[Turn]) -> None:
+def write_results(name: str, text: str, content: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
-    content = {**facts, "turns": [_plain(asdict(turn)) for turn in turns]}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -118,4 +153,5 @@ def _progress(turn: Turn) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped on the way out
     sys.exit(main())

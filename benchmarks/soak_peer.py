@@ -1,0 +1,91 @@
+"""One peer of ``soak.py``: the example's model, smaller, and one line in a file for each global step.
+
+    python soak_peer.py FOLDER NAME [ADDRESSES]
+
+Writes ``FOLDER/NAME.jsonl`` (``epoch``, ``time``, ``digest`` of all parameters, ``loss``), ``NAME.events.jsonl``,
+``NAME.address``, and at its end ``NAME.result``, the held-out loss. Once there is ``FOLDER/stop``, it stops with all
+others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from bench_peer import publish
+from byte_gpt import ByteGPT, StdlibText
+from lightning_hivemind import HivemindStrategy
+
+CONTEXT = 64
+BATCH = 4
+
+
+class Ledger(pl.Callback):
+    """See the module."""
+
+    def __init__(self, path: Path, strategy: HivemindStrategy) -> None:
+        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - kept open
+        self._stop, self._strategy, self._epoch = path.parent / "stop", strategy, -1
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._stop.exists():
+            trainer.should_stop = True
+        epoch = self._strategy.global_epoch
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        digest = hashlib.sha256()
+        for parameter in pl_module.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        line = {"epoch": epoch, "time": time.time(), "digest": digest.hexdigest()[:16], "loss": float(outputs["loss"])}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def main(folder: Path, name: str, peers: str) -> None:
+    torch.set_num_threads(1)
+    random.seed()
+    os.environ["LIGHTNING_HIVEMIND_EVENTS"] = str(folder / f"{name}.events.jsonl")
+    strategy = HivemindStrategy(
+        target_batch_size=64,
+        engine="native",
+        run_id="soak",
+        initial_peers=peers,
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        matchmaking_time=1.0,
+    )
+    publish(folder / f"{name}.address", ",".join(map(str, strategy.dht.get_visible_maddrs())))
+    pl.seed_everything(0)
+    model, data = ByteGPT(width=64, layers=2, context=CONTEXT), StdlibText(batch_size=BATCH, context=CONTEXT)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_steps=-1,
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        callbacks=[Ledger(folder / f"{name}.jsonl", strategy)],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(model, datamodule=data)
+    model.eval()
+    with torch.no_grad():
+        losses = [float(model.loss(crops)) for crops in data.val_dataloader()]
+    publish(folder / f"{name}.result", str(sum(losses) / len(losses)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "")
