@@ -14,7 +14,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
-from lightning_hivemind.engine.native.state.questions import Question, WantsDescription, WantsRange
+from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, read_description
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import WireError
@@ -108,7 +108,7 @@ class Office:
         self.asked.append((name, question))
         if isinstance(donor, Donor):
             self._boxes[name].put(lambda: donor.asked("joiner", header.round, question))
-        else:
+        elif not isinstance(question, Done):  # a rogue keeps no copies
             self._boxes[name].put(lambda: donor(self, header.round, question))
 
     def _deliver(self, name: str, header: Header, data: bytes) -> None:

@@ -21,7 +21,7 @@ from lightning_hivemind.engine.native.state import donor as donor_module
 from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
-from lightning_hivemind.engine.native.state.questions import WantsDescription, WantsRange
+from lightning_hivemind.engine.native.state.questions import Done, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.snapshot import Snapshot, copy_state, install, read_description
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -188,6 +188,24 @@ def test_while_all_copies_are_read_who_asks_next_waits_and_then_the_one_that_nob
     assert giver.answers(4)[3] == ("third", SECOND, 0, snapshot(3).description)
     giver.donor.asked("first", FIRST, WantsRange(snapshot(1).digest, 0))
     assert giver.answers(5)[4] == ("first", FIRST, 1, bytes(snapshot(1).memory.numpy()))
+
+
+@pytest.mark.parametrize("how", ["done", "asks anew", "gone"])
+def test_who_has_done_makes_room_at_once(give: Give, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Where steps take a fraction of a second, a peer that waited would be many behind when it has its state."""
+    monkeypatch.setattr(donor_module, "IN_USE_S", 100.0)
+    giver = give(snapshot(1), snapshot(2), snapshot(3))
+    for count, peer in enumerate(("first", "second"), start=1):
+        giver.donor.asked(peer, FIRST, WantsDescription())
+        giver.answers(count)
+    if how == "done":
+        giver.donor.asked("first", FIRST, Done())
+    elif how == "gone":
+        giver.donor.lost("first")
+    giver.donor.asked("first" if how == "asks anew" else "third", SECOND, WantsDescription())
+    assert giver.answers(3)[2][1:] == (SECOND, 0, snapshot(3).description)
+    giver.donor.asked("second", FIRST, WantsRange(snapshot(2).digest, 0))
+    assert giver.answers(4)[3] == ("second", FIRST, 1, bytes(snapshot(2).memory.numpy()))
 
 
 # ---------------------------------------------------------------------- over sockets

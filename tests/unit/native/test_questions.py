@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_hivemind.engine.native.state.questions import (
     MAX_QUESTION_BYTES,
     RANGE_BYTES,
+    Done,
     Question,
     WantsDescription,
     WantsRange,
@@ -25,7 +26,7 @@ from lightning_hivemind.errors import WireError
 
 @given(st.binary(max_size=64), st.integers(0, 2**64 - 1))
 def test_a_question_comes_back_as_it_was(digest: bytes, number: int) -> None:
-    for question in (WantsDescription(), WantsRange(digest, number)):
+    for question in (WantsDescription(), WantsRange(digest, number), Done()):
         data = write(question)
         assert len(data) <= MAX_QUESTION_BYTES
         assert read(memoryview(data)) == question
@@ -46,6 +47,8 @@ def test_garbage_is_refused_and_does_nothing_else(data: bytes) -> None:
     "values",
     [
         None,
+        [None, None],
+        [[]],
         1,
         {},
         {"a": 1, "b": 2},

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
 from lightning_hivemind.engine.native.state import questions
-from lightning_hivemind.engine.native.state.questions import Question, WantsDescription
+from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
@@ -26,7 +26,7 @@ log = logging.getLogger("lightning_hivemind")
 KEPT_S = 60.0
 #: who asks while another peer is downloading does not take its copy away
 MOST_COPIES = 2
-#: a copy that was asked for so recently is being downloaded; who else asks waits for its end if all are
+#: who has asked for a part of a copy so recently is reading it, unless it says that it has done
 IN_USE_S = 5.0
 
 SendFrame = Callable[[PeerId, Header, Payload], None]
@@ -46,6 +46,8 @@ class Donor:
         self._waiting: dict[PeerId, bytes] = {}
         #: copies and when they were asked for last, oldest first; one before the newest may still be on its way
         self._copies: dict[bytes, tuple[Snapshot, float]] = {}
+        #: which copy each of the others reads, and when it asked last
+        self._readers: dict[PeerId, tuple[bytes, float]] = {}
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="donor", daemon=True)
         self._thread.start()
@@ -62,12 +64,14 @@ class Donor:
     def asked(self, peer: PeerId, download: bytes, question: Question) -> None:
         """A question has arrived."""
         with self._changed:
-            if isinstance(question, WantsDescription):
-                self._waiting[peer] = download
-                self._changed.notify()
+            if isinstance(question, WantsDescription | Done):
+                self._forget(peer)
+                if isinstance(question, WantsDescription):
+                    self._waiting[peer] = download
                 return
             copy, _ = self._copies.get(question.digest, (None, 0.0))
             if copy is not None and not self._stopped:
+                self._readers[peer] = (question.digest, time.monotonic())
                 self._copies.pop(question.digest)  # to the end of the order
                 self._copies[question.digest] = (copy, time.monotonic())
         if copy is None or question.number >= questions.ranges(copy.memory.numel()):
@@ -78,7 +82,12 @@ class Donor:
 
     def lost(self, peer: PeerId) -> None:
         with self._changed:
-            self._waiting.pop(peer, None)
+            self._forget(peer)
+
+    def _forget(self, peer: PeerId) -> None:
+        self._waiting.pop(peer, None)
+        self._readers.pop(peer, None)
+        self._changed.notify()
 
     # ------------------------------------------------------------------ the donor's thread
 
@@ -89,7 +98,7 @@ class Donor:
                 if self._stopped:
                     return
                 now = time.monotonic()
-                if self._waiting and sum(asked > now - IN_USE_S for _, asked in self._copies.values()) >= MOST_COPIES:
+                if self._waiting and len(self._in_use(now)) >= MOST_COPIES:
                     self._changed.wait(IN_USE_S / 5)
                     continue
                 waiting, self._waiting = self._waiting, {}
@@ -107,13 +116,21 @@ class Donor:
                 log.exception("this peer's state could not be copied for a peer that joins")
                 copy = None
             with self._changed:
-                if copy is not None:
+                if copy is not None and not self._stopped:
+                    now = time.monotonic()
+                    self._readers.update(dict.fromkeys(waiting, (copy.digest, now)))
                     self._copies.pop(copy.digest, None)
-                    self._copies[copy.digest] = (copy, time.monotonic())
-                while len(self._copies) > MOST_COPIES:
-                    self._copies.pop(next(iter(self._copies)))
+                    self._copies[copy.digest] = (copy, now)
+                    if len(self._copies) > MOST_COPIES:
+                        in_use = self._in_use(now)
+                        del self._copies[next(digest for digest in self._copies if digest not in in_use)]
             for peer, download in waiting.items():
                 self._answer(peer, download, 0, copy.description if copy is not None else b"")
+
+    def _in_use(self, now: float) -> set[bytes]:
+        """Digests of the copies that somebody reads."""
+        self._readers = {peer: one for peer, one in self._readers.items() if one[1] > now - IN_USE_S}
+        return {digest for digest, _ in self._readers.values()} & set(self._copies)
 
     def _answer(self, peer: PeerId, download: bytes, number: int, data: bytes | memoryview) -> None:
         self._send(peer, Header(kind=Kind.STATE, round=download, chunk=number, length=len(data)), (data,))

@@ -21,7 +21,7 @@ from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import SendFrame
-from lightning_hivemind.engine.native.state.questions import WantsDescription, WantsRange
+from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Description, verify
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError, WireError
@@ -46,6 +46,8 @@ class _Attempt:
 
     number: bytes
     donors: set[PeerId]
+    #: who may keep a copy for this download until it hears that it has ended
+    keeping: set[PeerId]
     described: dict[PeerId, memoryview] = field(default_factory=dict)
     memory: Tensor | None = None
     missing: list[int] = field(default_factory=list)
@@ -82,7 +84,7 @@ class Downloads:
             StateError: what was offered does not fit, or did not arrive whole.
         """
         deadline = time.monotonic() + timeout_s
-        attempt = _Attempt(secrets.token_bytes(16), set(donors))
+        attempt = _Attempt(secrets.token_bytes(16), set(donors), set(donors))
         with self._changed:
             self._attempt = attempt
             attempt.moved_at = dict.fromkeys(donors, time.monotonic())
@@ -98,6 +100,8 @@ class Downloads:
         finally:
             with self._changed:
                 self._attempt = None
+            for donor in sorted(attempt.keeping):
+                self._ask(donor, attempt, Done())
         if not verify(description, memory):
             raise StateError("the state that peers sent is not the one that they described.")
         return description, memory
@@ -173,13 +177,14 @@ class Downloads:
                 self._changed.wait(POLL_S)
         return True
 
-    def _ask(self, donor: PeerId, attempt: _Attempt, question: WantsDescription | WantsRange) -> None:
+    def _ask(self, donor: PeerId, attempt: _Attempt, question: Question) -> None:
         data = questions.write(question)
         self._send(donor, Header(kind=Kind.REQUEST, round=attempt.number, length=len(data)), (data,))
 
     @staticmethod
     def _drop(attempt: _Attempt, donor: PeerId) -> None:
         attempt.donors.discard(donor)
+        attempt.keeping.discard(donor)
         attempt.missing += sorted(attempt.expected.pop(donor, set()))
 
     # ------------------------------------------------------------------ the connections' threads

@@ -30,12 +30,23 @@ class WantsRange:
     number: int
 
 
-Question = WantsDescription | WantsRange
+@dataclass(frozen=True, slots=True)
+class Done:
+    """This download has ended: nothing more is asked of the copy."""
+
+
+Question = WantsDescription | WantsRange | Done
 
 
 def write(question: Question) -> bytes:
     """The payload of a frame."""
-    plain = [] if isinstance(question, WantsDescription) else [question.digest, question.number]
+    match question:
+        case WantsDescription():
+            plain: list[object] = []
+        case WantsRange(digest, number):
+            plain = [digest, number]
+        case Done():
+            plain = [None]
     packed: bytes = msgpack.packb(plain, use_bin_type=True)
     return packed
 
@@ -46,6 +57,8 @@ def read(data: bytes | memoryview) -> Question:
         values = msgpack.unpackb(data, raw=False, max_ext_len=0)
         if values == []:
             return WantsDescription()
+        if values == [None]:
+            return Done()
         digest, number = values
         if not isinstance(digest, bytes) or len(digest) > 64 or type(number) is not int or number < 0:
             raise ValueError("of other types")
