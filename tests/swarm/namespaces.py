@@ -23,6 +23,10 @@ class Namespace:
         """A command line that runs ``words`` inside."""
         return ["ip", "netns", "exec", self.name, *words]
 
+    def drops_what_goes_to(self, port: int) -> None:
+        """As a router in between that has not been told to forward that port."""
+        _run(*self.command("ip", "rule", "add", "ipproto", "tcp", "dport", str(port), "blackhole"))
+
     def enter(self) -> None:
         """From now on this process, and what it starts, has this network. It must have one thread only."""
         with open(f"/run/netns/{self.name}", "rb") as network:

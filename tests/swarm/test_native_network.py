@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,14 +46,19 @@ class Heard:
 class Member:
     """A peer with all that it needs to be found."""
 
-    def __init__(self, *join: Member) -> None:
+    def __init__(self, *join: Member, dialled: bool = True) -> None:
         addresses = tuple(address for one in join for address in one.network.visible_addresses())
         settings = NetworkSettings(run_id="run", host_maddrs=("/ip4/127.0.0.1/tcp/0",), initial_peers=addresses)
         self.network = PeerNetwork(settings, EventBus())
         self.network.start()
         self.heard, certificate = Heard(), Certificate.create()
-        self.links = Links(self.heard, certificate=certificate, introduce=self._introduce, detect_s=3.0)
+        self.links = Links(
+            self.heard, certificate=certificate, introduce=self._introduce, stream=self._stream, detect_s=3.0
+        )
         port = self.links.listen()
+        if not dialled:  # a router before it drops, or refuses, what comes to another port than libp2p's
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = int(server.getsockname()[1])
         self.introductions = Introductions(
             self.network.dht, "run", self.links, fingerprint=certificate.fingerprint, port=port, timeout_s=5.0
         )
@@ -60,6 +66,9 @@ class Member:
 
     def _introduce(self, peer: str, dials: bool) -> Any:
         return self.introductions.introduce(peer, dials)
+
+    def _stream(self, peer: str, timeout_s: float) -> socket.socket:
+        return self.introductions.stream(peer, timeout_s)
 
     @property
     def peer_id(self) -> str:
@@ -91,6 +100,24 @@ def test_two_peers_connect_by_their_ids_and_know_who_speaks(members: list[Member
     second.links.close()
     wait_for(lambda: first.heard.losses, "the loss")
     assert first.heard.losses == [second.peer_id]
+
+
+def test_two_peers_whose_routers_let_only_libp2p_through_are_connected_by_it() -> None:
+    first = Member(dialled=False)
+    second = Member(first, dialled=False)
+    payload = bytes(range(256)) * (5 << 12)
+    try:
+        for one, other in ((first, second), (second, first)):
+            one.links.send(other.peer_id, Header(kind=Kind.INPUT, length=len(payload)), (payload,))
+        for one, other in ((first, second), (second, first)):
+            wait_for(lambda one=one: one.heard.frames, "the frame")
+            assert one.heard.frames == [(other.peer_id, payload)]
+        second.links.close()
+        wait_for(lambda: first.heard.losses, "the loss")
+        assert first.heard.losses == [second.peer_id]
+    finally:
+        first.close()
+        second.close()
 
 
 def test_a_peer_that_nobody_knows_is_lost_and_not_waited_for_ever(members: list[Member]) -> None:

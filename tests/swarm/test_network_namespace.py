@@ -60,6 +60,18 @@ class TestNative:
                 assert len(loaded) == len(set(loaded)), "it has fetched what it had"
             assert together(peers)[-20:] == list(range(steps - 19, steps + 1)), "no step without one of them"
 
+    def test_two_peers_that_have_forwarded_the_port_of_libp2p_only_train_all_the_same(self, swarm: Swarm) -> None:
+        port = 31_337
+        with joined_namespaces() as spaces:
+            for space in spaces:
+                space.drops_what_goes_to(port + 1)
+            host = {"host_maddrs": [f"/ip4/0.0.0.0/tcp/{port}"]}
+            places = [{"network": space.name, "strategy": host} for space in spaces]
+            peers = swarm.start(2, peers=places, trainer={"max_steps": 40}, delay_s=0.05)
+            swarm.finish(timeout_s=120)
+            assert together(peers)[-10:] == list(range(31, 41))
+            assert all("is reached through libp2p only" in peer.output for peer in peers)
+
     def test_a_helper_in_the_middle_passes_the_state_on_to_who_cannot_fetch_it(self, swarm: Swarm) -> None:
         with star_of_namespaces() as (middle, left, right):
             helps = {"network": middle.name, "strategy": {"auxiliary": True}, "trainer": ENDLESS}

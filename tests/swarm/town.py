@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -27,16 +28,23 @@ class Town:
         self.links: dict[str, Links] = {}
         self.ports: dict[str, int] = {}
         self.certificates: dict[str, Certificate | None] = {}
+        #: nothing but libp2p gets through between these
+        self.behind_routers: set[str] = set()
 
-    def add(self, name: str, sink: Sink, *, listens: bool = True) -> Links:
-        """A peer that can reach all others, and listens, or (as a client) cannot be dialled."""
+    def add(self, name: str, sink: Sink, *, listens: bool = True, carries: bool = False) -> Links:
+        """A peer that can reach all others, and listens, or (as a client) cannot be dialled.
+
+        ``carries``: where nothing else leads to another peer, libp2p does.
+        """
         self.certificates[name] = certificate = Certificate.create() if self.secure else None
 
         def introduce(peer: str, dials: bool) -> Introduction:
             if peer not in self.links:
                 raise ConnectionRefusedError(peer)
             shown, endpoints = self.certificates[peer], ()
-            if peer in self.ports and not dials:
+            if {peer, name} <= self.behind_routers:
+                endpoints = () if dials else (("127.0.0.1", _closed_port()),)
+            elif peer in self.ports and not dials:
                 endpoints = (("127.0.0.1", self.ports[peer]),)
             else:
                 self.links[peer].invite(name)
@@ -46,7 +54,13 @@ class Town:
                 token=self.links[peer].expect(name),
             )
 
-        links = Links(sink, certificate=certificate, introduce=introduce, detect_s=self._detect_s)
+        def stream(peer: str, timeout_s: float) -> socket.socket:
+            here, there = socket.socketpair()
+            self.links[peer].take(there)
+            return here
+
+        opens = stream if carries else None
+        links = Links(sink, certificate=certificate, introduce=introduce, stream=opens, detect_s=self._detect_s)
         self.links[name] = links
         if listens:
             self.ports[name] = links.listen("127.0.0.1")
@@ -55,3 +69,9 @@ class Town:
     def close(self) -> None:
         for links in self.links.values():
             links.close()
+
+
+def _closed_port() -> int:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

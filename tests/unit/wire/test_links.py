@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lightning_hivemind.engine.native.wire import outlet as outlet_module
 from lightning_hivemind.engine.native.wire.connection import close
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
@@ -68,9 +69,9 @@ class City(Town):
         super().__init__(secure=secure, detect_s=DETECT_S)
         self.ledgers: dict[str, Ledger] = {}
 
-    def settle(self, name: str, *, listens: bool = True) -> Links:
+    def settle(self, name: str, *, listens: bool = True, carries: bool = False) -> Links:
         self.ledgers[name] = Ledger()
-        return self.add(name, self.ledgers[name], listens=listens)
+        return self.add(name, self.ledgers[name], listens=listens, carries=carries)
 
 
 @pytest.fixture(params=[True, False], ids=["TLS", "in the clear"])
@@ -385,3 +386,39 @@ def test_a_peer_behind_a_router_is_asked_to_dial(town: City, router: str) -> Non
         hidden.send("peer", Header(kind=Kind.INPUT, length=2), (b"ho",))
         wait_for(lambda: town.ledgers["peer"].frames, "the answer")
     assert town.ledgers["peer"].losses == town.ledgers["hidden"].losses == []
+
+
+def test_where_nothing_else_gets_through_libp2p_carries_the_connections_until_something_does(
+    town: City, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlet_module, "IMPROVE_S", 0.05)
+    pair = {"one": town.settle("one", carries=True), "other": town.settle("other", carries=True)}
+    town.behind_routers |= set(pair)
+    payload = os.urandom(5 << 20)
+    for name, links in pair.items():
+        (to,) = set(pair) - {name}
+        links.send(to, Header(kind=Kind.INPUT, length=len(payload)), (payload,))
+    for ledger in town.ledgers.values():
+        wait_for(lambda ledger=ledger: ledger.frames, "the frame")
+        assert ledger.frames[0][2] == payload
+    outlets = [links._outlets[to] for links, to in zip(pair.values(), ("other", "one"), strict=True)]
+    carried = [outlet.connection for outlet in outlets]
+    assert [sock is not None and sock.family for sock in carried] == [socket.AF_UNIX] * 2
+    town.behind_routers.clear()
+    for outlet in outlets:
+        wait_for(lambda outlet=outlet: outlet.connection.family == socket.AF_INET, "a connection of its own")
+    for name, links in pair.items():
+        (to,) = set(pair) - {name}
+        links.send(to, Header(kind=Kind.RESULT, length=3), (b"now",))
+        wait_for(lambda to=to: any(data == b"now" for _, _, data in town.ledgers[to].frames), "the next frame")
+    assert not any(ledger.losses for ledger in town.ledgers.values())
+
+
+def test_a_peer_that_libp2p_does_not_carry_either_is_lost(town: City) -> None:
+    one = town.settle("one", carries=True)
+    town.settle("other")
+    town.behind_routers |= {"one", "other"}
+    town.links["other"].take = close  # type: ignore[method-assign]
+    one.send("other", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["one"].losses, "the loss")
+    assert town.ledgers["one"].losses[0][0] == "other"

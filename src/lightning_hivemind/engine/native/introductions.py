@@ -1,16 +1,18 @@
 """How peers get to know one another's addresses: over libp2p, which has authenticated both and crosses NAT.
 
 Every peer answers one question: how can you be reached, and with what token may I come? Nobody in between can change
-the answer, so the connections that follow need no authority.
+the answer, so the connections that follow need no authority. Where none can be made, libp2p carries one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any, TypeVar
 
 import hivemind
@@ -24,6 +26,7 @@ from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.errors import EngineStuckError, WireError
 from lightning_hivemind.network.addresses import parse_address
 from lightning_hivemind.network.dialing import dial, in_one_line
+from lightning_hivemind.network.raw_streams import RawStreams
 
 log = logging.getLogger("lightning_hivemind")
 T = TypeVar("T")
@@ -42,7 +45,7 @@ class Introductions:
 
     Args:
         dht: a running DHT, whose daemon is used.
-        links: where tokens come from.
+        links: where tokens come from, and connections go that others make over libp2p.
         port: where ``links`` listens; None if others cannot dial this peer.
         timeout_s: for one question.
     """
@@ -62,17 +65,20 @@ class Introductions:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="introductions", daemon=True)
         self._p2p: P2P | None = None
+        self._streams: RawStreams | None = None
         self._addresses: dict[str, Sequence[str]] = {}
 
     def start(self) -> None:
         """Answer from now on. Raises EngineStuckError if the DHT's process does not answer."""
         self._thread.start()
         try:
-            self._call(self._listen(), START_S)
-        except TimeoutError:
+            daemon = self._call(self._listen(), START_S)
+            self._streams = RawStreams(daemon, daemon.parent, f"{self._handler}.stream", self._links.take)
+            self._streams.start()
+        except OSError:
             raise EngineStuckError(
-                f"the DHT's first answer did not come in {START_S:.0f} s: its process hangs. Nothing was changed."
-                " Restart this peer."
+                f"the DHT's first answer did not come in {START_S:.0f} s: its process hangs, or has ended. Nothing was"
+                " changed. Restart this peer."
             ) from None
 
     def know(self, peer: str, addresses: Sequence[str]) -> None:
@@ -91,8 +97,16 @@ class Introductions:
         except (P2PDaemonError, P2PHandlerError) as error:
             raise ConnectionError(in_one_line(str(error))) from error
 
+    def stream(self, peer: str, timeout_s: float) -> socket.socket:
+        """A connection to ``peer`` that libp2p carries. Blocks; from any thread. Raises OSError if there is none."""
+        if self._streams is None:
+            raise ConnectionError("this peer is only starting")
+        return self._streams.open(peer, timeout_s)
+
     def close(self) -> None:
         """Stop answering. Safe to call twice."""
+        if self._streams is not None:
+            self._streams.close()
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)
@@ -108,9 +122,11 @@ class Introductions:
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
-    async def _listen(self) -> None:
+    async def _listen(self) -> Path:
+        """Where the daemon is controlled."""
         self._p2p = await self._dht.replicate_p2p()
         await self._p2p.add_protobuf_handler(self._handler, self._answer, BytesValue, balanced=True)
+        return Path(self._p2p.daemon_listen_maddr["unix"])
 
     async def _ask(self, peer: str, question: bytes) -> Introduction:
         assert self._p2p is not None

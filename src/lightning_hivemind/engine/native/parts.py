@@ -110,7 +110,11 @@ def build(
         )
     introductions: list[Introductions] = []
     links = Links(
-        driver, certificate=certificate, introduce=lambda *asked: introductions[0].introduce(*asked), detect_s=DETECT_S
+        driver,
+        certificate=certificate,
+        introduce=lambda *asked: introductions[0].introduce(*asked),
+        stream=lambda *asked: introductions[0].stream(*asked),
+        detect_s=DETECT_S,
     )
     port = _listen(links, arguments) if reduces else None
     fingerprint = b"" if certificate is None else certificate.fingerprint

@@ -23,6 +23,8 @@ TOKEN_BYTES = 32
 def tune(sock: socket.socket, timeout_s: float) -> None:
     """Options of every connection."""
     sock.settimeout(timeout_s)
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return  # libp2p carries it, and what it does with TCP is its own affair
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION"):
         # a loss on the way costs cubic most of its speed; a kernel without BBR keeps what it has

@@ -37,7 +37,9 @@ def dial(
             failures.append(error)
             continue
         try:
-            return _greet(plain, introduction, greeting, context, timeout_s), endpoint
+            if context is None:
+                _check_private(plain)
+            return greet(plain, introduction, greeting, context=context, timeout_s=timeout_s), endpoint
         except (OSError, WireError) as error:
             close(plain)
             failures.append(error)
@@ -45,15 +47,30 @@ def dial(
     raise (others or failures or [ConnectionError("it accepts no connections (client_mode)")])[0]
 
 
-def _greet(
-    plain: socket.socket, introduction: Introduction, greeting: Kind, context: ssl.SSLContext | None, timeout_s: float
-) -> socket.socket:
+def _check_private(plain: socket.socket) -> None:
     host = ipaddress.ip_address(plain.getpeername()[0].partition("%")[0])
-    if context is None and (getattr(host, "ipv4_mapped", None) or host).is_global:
+    if (getattr(host, "ipv4_mapped", None) or host).is_global:
         raise WireError(f"{host} is a public address, and insecure_lan=True sends in the clear")
-    tune(plain, timeout_s)
-    sock = plain if context is None else context.wrap_socket(plain)
+
+
+def greet(
+    plain: socket.socket,
+    introduction: Introduction,
+    greeting: Kind,
+    *,
+    context: ssl.SSLContext | None,
+    timeout_s: float,
+) -> socket.socket:
+    """Say who this is on a connection just made, and check who answers; it is closed if that fails. See :func:`dial`.
+
+    Raises:
+        OSError, WireError: the other end is none of ours, or gone.
+    """
+    sock = plain
     try:
+        tune(plain, timeout_s)
+        if context is not None:
+            sock = context.wrap_socket(plain)
         if isinstance(sock, ssl.SSLSocket):
             check_pinned(sock, introduction.fingerprint)
         write(sock, Header(kind=greeting, length=len(introduction.token)), (introduction.token,))

@@ -23,9 +23,9 @@ from lightning_hivemind.engine.native.wire.connection import (
 )
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
-from lightning_hivemind.engine.native.wire.outlet import Gone, Outlet
+from lightning_hivemind.engine.native.wire.outlet import Gone, Outlet, Way
 from lightning_hivemind.engine.native.wire.reader import Reader
-from lightning_hivemind.engine.native.wire.sink import Introduce, Introduction, Payload, PeerId, Sink
+from lightning_hivemind.engine.native.wire.sink import Introduce, Introduction, OpenStream, Payload, PeerId, Sink
 from lightning_hivemind.engine.native.wire.speed import Speed
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 from lightning_hivemind.errors import LightningHivemindError, WireError
@@ -60,6 +60,7 @@ class Links:
     Args:
         certificate: None sends everything in the clear.
         introduce: see :data:`.sink.Introduce`.
+        stream: see :data:`.sink.OpenStream`; the last way, tried where no other leads to a peer that libp2p reaches.
         detect_s: a peer that sends nothing for so long is lost.
     """
 
@@ -70,11 +71,15 @@ class Links:
         certificate: Certificate | None,
         introduce: Introduce,
         detect_s: float,
+        stream: OpenStream | None = None,
     ) -> None:
         self._sink, self._certificate, self._introduce, self._detect_s = sink, certificate, introduce, detect_s
+        self._stream = stream
         self._client = client_context() if certificate is not None else None
         self._lock = threading.Lock()
         self._outlets: dict[PeerId, Outlet] = {}
+        #: to peers whose outlet is gone, where it is not the first
+        self._ways: dict[PeerId, Way] = {}
         self._inlets: set[_Inlet] = set()
         self._expected: dict[bytes, _Expected] = {}
         self._listener: socket.socket | None = None
@@ -92,6 +97,10 @@ class Links:
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="accepts", daemon=True).start()
         return int(listener.getsockname()[1])
+
+    def take(self, sock: socket.socket) -> None:
+        """A connection that somebody has made, by another way than to the port; it is closed if it is none of ours."""
+        self._take_in(_Inlet(sock))
 
     def expect(self, peer: PeerId) -> bytes:
         """A token with which ``peer``, which libp2p has authenticated, may connect once."""
@@ -273,9 +282,11 @@ class Links:
                 outlet = self._outlets[peer] = Outlet(
                     peer,
                     introduce=self._introduced,
+                    stream=self._stream,
                     context=self._client,
                     patience_s=self._detect_s,
                     lost=self._outlet_lost,
+                    way=self._ways.pop(peer, Way.DIAL),
                 )
             return outlet
 
@@ -294,6 +305,8 @@ class Links:
         with self._lock:
             if self._outlets.get(outlet.peer) is outlet:
                 del self._outlets[outlet.peer]
+                if outlet.way is not Way.DIAL:
+                    self._ways[outlet.peer] = outlet.way
         outlet.close()
 
     # ------------------------------------------------------------------ the end

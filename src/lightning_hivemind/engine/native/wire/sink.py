@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,3 +50,5 @@ class Introduction:
 
 #: asks a peer over libp2p how it can be reached, or (True) to dial this one instead; may block, may raise OSError
 Introduce = Callable[[PeerId, bool], Introduction]
+#: opens a connection that libp2p carries to a peer, within so many seconds; blocks, may raise OSError
+OpenStream = Callable[[PeerId, float], socket.socket]
