@@ -23,9 +23,16 @@ class Namespace:
         """A command line that runs ``words`` inside."""
         return ["ip", "netns", "exec", self.name, *words]
 
-    def drops_what_goes_to(self, port: int) -> None:
-        """As a router in between that has not been told to forward that port."""
-        _run(*self.command("ip", "rule", "add", "ipproto", "tcp", "dport", str(port), "blackhole"))
+    def drops_what_comes_to(self, port: int) -> None:
+        """Without an answer, as a router in between that has not been told to forward that port."""
+        blackhole = ("iif", "cable0", "ipproto", "tcp", "dport", str(port), "blackhole")
+        # rules are read in order, and the first leads to the machine itself: the other has to come before it
+        for rule in (
+            ("add", "pref", "100", "lookup", "local"),
+            ("del", "pref", "0"),
+            ("add", "pref", "10", *blackhole),
+        ):
+            _run("ip", "-n", self.name, "rule", *rule)
 
     def enter(self) -> None:
         """From now on this process, and what it starts, has this network. It must have one thread only."""

@@ -64,7 +64,7 @@ class TestNative:
         port = 31_337
         with joined_namespaces() as spaces:
             for space in spaces:
-                space.drops_what_goes_to(port + 1)
+                space.drops_what_comes_to(port + 1)
             host = {"host_maddrs": [f"/ip4/0.0.0.0/tcp/{port}"]}
             places = [{"network": space.name, "strategy": host} for space in spaces]
             peers = swarm.start(2, peers=places, trainer={"max_steps": 40}, delay_s=0.05)

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=Message)
 
 #: of what the daemon says before the stream's own bytes
 MAX_MESSAGE_BYTES = 1 << 16
-ANSWER_S = 5.0
+ANSWER_S, GOODBYE_S = 5.0, 0.5
 _SOCKET = "streams.sock"
 
 
@@ -51,8 +51,8 @@ class RawStreams:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(str(self._path))
-            listener.listen(16)
-            self._control(self._handler()).close()
+            listener.listen(128)
+            self._control(self._handler())[0].close()
         except BaseException:
             listener.close()
             raise
@@ -63,13 +63,17 @@ class RawStreams:
         """A stream to ``peer``, to which the daemon has a connection or knows a way.
 
         Raises:
-            OSError: there is none within ``timeout_s``, or that peer accepts no such streams.
+            OSError: there is none within ``timeout_s``, or that peer accepts no such streams, or only through a relay
+                peer: those cut a connection after 128 KiB by default.
         """
         request = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[self._protocol], timeout=max(1, round(timeout_s))
         )
-        wanted = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request)
-        return self._control(wanted, timeout_s)
+        sock, answer = self._control(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request), timeout_s)
+        if not answer.HasField("streamInfo") or _is_relayed(answer.streamInfo.addr):
+            sock.close()
+            raise ConnectionError("libp2p reaches it through a relay only, which does not carry gradients")
+        return sock
 
     def close(self) -> None:
         """Accept no more; those that are open stay. Safe to call twice."""
@@ -77,7 +81,7 @@ class RawStreams:
         if listener is None:
             return
         with contextlib.suppress(OSError):  # the daemon has ended: nobody comes any more
-            self._control(self._handler(removed=True)).close()
+            self._control(self._handler(removed=True), GOODBYE_S)[0].close()
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         listener.close()
@@ -109,7 +113,9 @@ class RawStreams:
         new = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[self._protocol], balanced=False)
         return p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=new)
 
-    def _control(self, request: p2pd_pb2.Request, timeout_s: float = ANSWER_S) -> socket.socket:
+    def _control(
+        self, request: p2pd_pb2.Request, timeout_s: float = ANSWER_S
+    ) -> tuple[socket.socket, p2pd_pb2.Response]:
         """Ask the daemon on a connection of its own, which is the stream afterwards if one was asked for."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -119,13 +125,19 @@ class RawStreams:
             sock.sendall(_varint(len(data)) + data)
             answer = _receive(sock, p2pd_pb2.Response)
             if answer.type != p2pd_pb2.Response.OK:
-                raise ConnectionError(f"libp2p opens no stream: {answer.error.msg}")
-            if request.type == p2pd_pb2.Request.STREAM_OPEN and not answer.HasField("streamInfo"):
-                raise ConnectionError("libp2p says nothing of the stream that was asked for")
+                raise ConnectionError(f"libp2p: {answer.error.msg}")
         except BaseException:
             sock.close()
             raise
-        return sock
+        return sock, answer
+
+
+def _is_relayed(address: bytes) -> bool:
+    """Whether this multiaddress, as the daemon writes it, leads through another peer."""
+    try:
+        return "/p2p-circuit" in str(Multiaddr(address))
+    except ValueError:
+        return True  # whatever it is, it is no plain connection
 
 
 def _varint(number: int) -> bytes:

@@ -190,6 +190,56 @@ def test_while_all_copies_are_read_who_asks_next_waits_and_then_the_one_that_nob
     assert giver.answers(5)[4] == ("first", FIRST, 1, bytes(snapshot(1).memory.numpy()))
 
 
+def test_a_range_that_is_asked_for_while_a_third_copy_is_made_ends_nothing(
+    give: Give, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader on a slow line that was taken for one that has gone."""
+    monkeypatch.setattr(donor_module, "IN_USE_S", 0.0)
+    giver = give(snapshot(1), snapshot(2), snapshot(3))
+    plain = giver._copy
+
+    def copy(known: Snapshot | None) -> Snapshot | None:
+        if len(giver.known) == 2:
+            monkeypatch.setattr(donor_module, "IN_USE_S", 100.0)
+            for number, peer in enumerate(("first", "second"), start=1):
+                giver.donor.asked(peer, FIRST, WantsRange(snapshot(number).digest, 0))
+        return plain(known)
+
+    giver.donor._make_copy = copy
+    for count, peer in enumerate(("first", "second"), start=1):
+        giver.donor.asked(peer, FIRST, WantsDescription())
+        giver.answers(count)
+    giver.donor.asked("third", FIRST, WantsDescription())
+    assert giver.answers(5)[4] == ("third", FIRST, 0, snapshot(3).description)
+    giver.donor.asked("second", FIRST, WantsRange(snapshot(2).digest, 0))
+    giver.donor.asked("first", FIRST, WantsRange(snapshot(1).digest, 0))
+    assert [answer[2] for answer in giver.answers(7)[5:]] == [1, 0], "the oldest copy has made room"
+    giver.donor.asked("third", FIRST, Done())
+    giver.donor.asked("first", SECOND, WantsDescription())
+    assert giver.answers(8)[7][:2] == ("first", SECOND), "its thread lives"
+
+
+def test_done_is_said_of_one_download(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said on an old connection, it may come after the next download has begun on a new one."""
+    giver, copying, go_on = give(snapshot(1)), threading.Event(), threading.Event()
+    plain = giver._copy
+
+    def slow(known: Snapshot | None) -> Snapshot | None:
+        copying.set()
+        assert go_on.wait(10)
+        return plain(known)
+
+    giver.donor._make_copy = slow
+    giver.donor.asked("another", FIRST, WantsDescription())
+    assert copying.wait(10)
+    giver.donor.asked("another", FIRST, Done())  # while its copy is made
+    giver.donor.asked("joiner", SECOND, WantsDescription())
+    giver.donor.asked("joiner", FIRST, Done())
+    go_on.set()
+    assert [answer[:2] for answer in giver.answers(1)] == [("joiner", SECOND)]
+    assert [one[:2] for one in giver.donor._readers.values()] == [(snapshot(1).digest, SECOND)]
+
+
 @pytest.mark.parametrize("how", ["done", "asks anew", "gone"])
 def test_who_has_done_makes_room_at_once(give: Give, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Where steps take a fraction of a second, a peer that waited would be many behind when it has its state."""

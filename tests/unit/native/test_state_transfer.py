@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from lightning_hivemind.engine.native.state import download, questions
+from lightning_hivemind.engine.native.state import relay as relay_module
 from lightning_hivemind.engine.native.state.download import WINDOW
 from lightning_hivemind.engine.native.state.questions import Question, WantsDescription, WantsRange
+from lightning_hivemind.engine.native.state.relay import Relay
 from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Snapshot
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError
@@ -353,3 +355,28 @@ def test_when_nothing_is_downloaded_nothing_is_taken(office: Office) -> None:
     office.downloads.moved("a", Header(kind=Kind.STATE))
     office.downloads.arrived("a", Header(kind=Kind.STATE), memoryview(b""))
     office.downloads.lost("a")
+
+
+# ---------------------------------------------------------------------- passed on by a helper
+
+
+def test_a_helper_passes_on_the_state_of_a_peer_that_it_has_still_to_hear_of(office: Office) -> None:
+    source, heard = snapshot(1), list[str]()
+    office.add("a", source)
+    relay = Relay(office.downloads, lambda: heard, lambda: source.head, read, lambda: False)
+    threading.Timer(0.3, lambda: heard.append("a")).start()
+    copy = relay.copy(None)
+    assert copy is not None
+    assert (copy.head, copy.digest, bytes(copy.description)) == (source.head, source.digest, bytes(source.description))
+    assert torch.equal(copy.memory, source.memory)
+    assert relay.copy(copy) is copy
+    assert office.ranges_of() == {"a": RANGES}
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_helper_in_a_swarm_without_a_state_says_so(
+    office: Office, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    monkeypatch.setattr(relay_module, "HEARS_S", 100.0 if stops else 0.2)
+    relay = Relay(office.downloads, list, lambda: None, read, lambda: stops)
+    assert relay.copy(None) is None

@@ -18,13 +18,23 @@ from hivemind.proto import p2pd_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_hivemind.network.dialing import encode
 from lightning_hivemind.network.raw_streams import MAX_MESSAGE_BYTES, RawStreams, _exactly, _receive, _varint
 from swarm.town import wait_for
 
 PEER = "12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ"
 OK = p2pd_pb2.Response(type=p2pd_pb2.Response.OK)
-INFO = p2pd_pb2.StreamInfo(peer=PeerID.from_base58(PEER).to_bytes(), addr=b"", proto="run")
-OPENED = p2pd_pb2.Response(type=p2pd_pb2.Response.OK, streamInfo=INFO)
+
+
+def info(address: str) -> p2pd_pb2.StreamInfo:
+    return p2pd_pb2.StreamInfo(peer=PeerID.from_base58(PEER).to_bytes(), addr=encode(address), proto="run")
+
+
+def opened(address: str) -> p2pd_pb2.Response:
+    return p2pd_pb2.Response(type=p2pd_pb2.Response.OK, streamInfo=info(address))
+
+
+DIRECT, RELAYED = "/ip4/203.0.113.7/tcp/31330", f"/ip4/203.0.113.7/tcp/31330/p2p/{PEER}/p2p-circuit"
 
 
 def framed(message: p2pd_pb2.Response | p2pd_pb2.StreamInfo) -> bytes:
@@ -85,7 +95,7 @@ def streams(folder: Path, daemon: Daemon, taken: list[socket.socket]) -> Iterato
 
 
 def test_after_its_answer_the_connection_to_the_daemon_is_the_stream(daemon: Daemon, streams: RawStreams) -> None:
-    daemon.answer = framed(OPENED) + b"at once"
+    daemon.answer = framed(opened(DIRECT)) + b"at once"
     with streams.open(PEER, 5.0) as stream:
         assert _exactly(stream, 7) == b"at once"
         stream.sendall(b"there and back")
@@ -100,14 +110,15 @@ ERROR = p2pd_pb2.Response(type=p2pd_pb2.Response.ERROR, error=p2pd_pb2.ErrorResp
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (framed(ERROR), "opens no stream: no way"),
-        (framed(OK), "says nothing of the stream"),
+        (framed(ERROR), "libp2p: no way"),
+        (framed(OK), "through a relay only"),
+        (framed(opened(RELAYED)), "through a relay only"),
         (b"", "timed out"),
         (_varint(MAX_MESSAGE_BYTES + 1), "announces a message of more than"),
         (b"\xff" * 20, "announces a message of more than"),
         (_varint(3) + b"\xff\xff\xff", "cannot be understood"),
     ],
-    ids=["error", "no stream", "silence", "too long", "endless length", "garbage"],
+    ids=["error", "no stream", "a relay", "silence", "too long", "endless length", "garbage"],
 )
 def test_an_answer_that_is_none_is_an_error(daemon: Daemon, streams: RawStreams, answer: bytes, says: str) -> None:
     daemon.answer = answer
@@ -131,7 +142,7 @@ def test_what_the_daemon_brings_is_taken_and_garbage_is_not(
 ) -> None:
     (registered,) = daemon.requests
     assert registered.streamHandler.addr.endswith(str(folder / "streams.sock").encode())
-    for data in (b"\xff" * 20, _varint(1) + b"\xff", framed(INFO) + b"hello"):
+    for data in (b"\xff" * 20, _varint(1) + b"\xff", framed(info(RELAYED)) + b"hello"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as brought:
             brought.connect(str(folder / "streams.sock"))
             brought.sendall(data)
@@ -146,10 +157,10 @@ def test_what_the_daemon_brings_is_taken_and_garbage_is_not(
 
 
 def test_afterwards_nobody_comes_any_more(folder: Path, daemon: Daemon, streams: RawStreams) -> None:
-    before = threading.active_count()
+    (thread,) = (one for one in threading.enumerate() if one.name == "accepts streams")
     streams.close()
     streams.close()
-    wait_for(lambda: threading.active_count() < before, "its thread has ended")
+    wait_for(lambda: not thread.is_alive(), "its thread has ended")
     assert not (folder / "streams.sock").exists()
     assert daemon.requests[-1].type == p2pd_pb2.Request.REMOVE_STREAM_HANDLER
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hivemind.engine.native.wire import outlet as outlet_module
+from lightning_hivemind.engine.native.wire import reach as reach_module
 from lightning_hivemind.engine.native.wire.connection import close
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
@@ -391,7 +391,7 @@ def test_a_peer_behind_a_router_is_asked_to_dial(town: City, router: str) -> Non
 def test_where_nothing_else_gets_through_libp2p_carries_the_connections_until_something_does(
     town: City, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet_module, "IMPROVE_S", 0.05)
+    monkeypatch.setattr(reach_module, "IMPROVE_S", 0.05)
     pair = {"one": town.settle("one", carries=True), "other": town.settle("other", carries=True)}
     town.behind_routers |= set(pair)
     payload = os.urandom(5 << 20)
@@ -401,12 +401,11 @@ def test_where_nothing_else_gets_through_libp2p_carries_the_connections_until_so
     for ledger in town.ledgers.values():
         wait_for(lambda ledger=ledger: ledger.frames, "the frame")
         assert ledger.frames[0][2] == payload
-    outlets = [links._outlets[to] for links, to in zip(pair.values(), ("other", "one"), strict=True)]
-    carried = [outlet.connection for outlet in outlets]
-    assert [sock is not None and sock.family for sock in carried] == [socket.AF_UNIX] * 2
+    ways = [links._outlets[to].reach for links, to in zip(pair.values(), ("other", "one"), strict=True)]
+    assert [reach.sock is not None and reach.sock.family for reach in ways] == [socket.AF_UNIX] * 2
     town.behind_routers.clear()
-    for outlet in outlets:
-        wait_for(lambda outlet=outlet: outlet.connection.family == socket.AF_INET, "a connection of its own")
+    for reach in ways:
+        wait_for(lambda reach=reach: reach.sock.family == socket.AF_INET, "a connection of its own")
     for name, links in pair.items():
         (to,) = set(pair) - {name}
         links.send(to, Header(kind=Kind.RESULT, length=3), (b"now",))

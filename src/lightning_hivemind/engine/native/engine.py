@@ -281,13 +281,13 @@ class NativeEngine:
 
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; called from the donor's thread."""
-        parts = self._parts
-        if parts is None or parts.handover.owes or parts.driver.status.head is None:
+        parts, catching_up = self._parts, self._catching_up
+        if parts is None or catching_up is None:
             return None
         if self._a.auxiliary:
-            assert self._catching_up is not None
-            return self._catching_up.pass_on(known)
-        return self._stepper.copy_state(known)
+            return catching_up.pass_on(known)
+        has_one = not parts.handover.owes and parts.driver.status.head is not None
+        return self._stepper.copy_state(known) if has_one else None
 
     def _owe(self) -> None:
         """The parameters here are not the swarm's: fetch its state, and go on from there."""

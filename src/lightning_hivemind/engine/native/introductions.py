@@ -73,13 +73,18 @@ class Introductions:
         self._thread.start()
         try:
             daemon = self._call(self._listen(), START_S)
-            self._streams = RawStreams(daemon, daemon.parent, f"{self._handler}.stream", self._links.take)
-            self._streams.start()
-        except OSError:
+        except TimeoutError:
             raise EngineStuckError(
-                f"the DHT's first answer did not come in {START_S:.0f} s: its process hangs, or has ended. Nothing was"
-                " changed. Restart this peer."
+                f"the DHT's first answer did not come in {START_S:.0f} s: its process hangs. Nothing was changed."
+                " Restart this peer."
             ) from None
+        self._streams = RawStreams(daemon, daemon.parent, f"{self._handler}.stream", self._links.take)
+        try:
+            self._streams.start()
+        except OSError as error:
+            raise EngineStuckError(
+                f"the libp2p daemon takes no streams: {error}. Nothing was changed. Restart this peer."
+            ) from error
 
     def know(self, peer: str, addresses: Sequence[str]) -> None:
         """Where libp2p may find ``peer``, should it not know itself. (Whoever answers there must have its identity.)"""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
@@ -26,8 +26,11 @@ log = logging.getLogger("lightning_hivemind")
 KEPT_S = 60.0
 #: who asks while another peer is downloading does not take its copy away
 MOST_COPIES = 2
-#: who has asked for a part of a copy so recently is reading it, unless it says that it has done
-IN_USE_S = 5.0
+#: who has asked for a part of a copy so recently reads it, unless it says that it has done: a part may take as long
+IN_USE_S = 30.0
+
+#: who waits for a copy to make room looks so often
+LOOK_S = 1.0
 
 SendFrame = Callable[[PeerId, Header, Payload], None]
 
@@ -46,8 +49,10 @@ class Donor:
         self._waiting: dict[PeerId, bytes] = {}
         #: copies and when they were asked for last, oldest first; one before the newest may still be on its way
         self._copies: dict[bytes, tuple[Snapshot, float]] = {}
-        #: which copy each of the others reads, and when it asked last
-        self._readers: dict[PeerId, tuple[bytes, float]] = {}
+        #: whom the copy is for that is being made
+        self._copying: dict[PeerId, bytes] = {}
+        #: which copy each of the others reads, in which download, and when it asked last
+        self._readers: dict[PeerId, tuple[bytes, bytes, float]] = {}
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="donor", daemon=True)
         self._thread.start()
@@ -64,14 +69,16 @@ class Donor:
     def asked(self, peer: PeerId, download: bytes, question: Question) -> None:
         """A question has arrived."""
         with self._changed:
-            if isinstance(question, WantsDescription | Done):
+            if isinstance(question, WantsDescription):
                 self._forget(peer)
-                if isinstance(question, WantsDescription):
-                    self._waiting[peer] = download
+                self._waiting[peer] = download
+                return
+            if isinstance(question, Done):
+                self._forget(peer, download)
                 return
             copy, _ = self._copies.get(question.digest, (None, 0.0))
             if copy is not None and not self._stopped:
-                self._readers[peer] = (question.digest, time.monotonic())
+                self._readers[peer] = (question.digest, download, time.monotonic())
                 self._copies.pop(question.digest)  # to the end of the order
                 self._copies[question.digest] = (copy, time.monotonic())
         if copy is None or question.number >= questions.ranges(copy.memory.numel()):
@@ -84,9 +91,13 @@ class Donor:
         with self._changed:
             self._forget(peer)
 
-    def _forget(self, peer: PeerId) -> None:
-        self._waiting.pop(peer, None)
-        self._readers.pop(peer, None)
+    def _forget(self, peer: PeerId, download: bytes | None = None) -> None:
+        """That download of it, or whichever it is, has ended."""
+        for asked in (self._waiting, self._copying):
+            if download in (None, asked.get(peer)):
+                asked.pop(peer, None)
+        if peer in self._readers and download in (None, self._readers[peer][1]):
+            del self._readers[peer]
         self._changed.notify()
 
     # ------------------------------------------------------------------ the donor's thread
@@ -99,14 +110,14 @@ class Donor:
                     return
                 now = time.monotonic()
                 if self._waiting and len(self._in_use(now)) >= MOST_COPIES:
-                    self._changed.wait(IN_USE_S / 5)
+                    self._changed.wait(LOOK_S)
                     continue
-                waiting, self._waiting = self._waiting, {}
+                self._copying, self._waiting = self._waiting, {}
                 oldest = now - KEPT_S
                 self._copies = {digest: one for digest, one in self._copies.items() if one[1] > oldest}
                 copy = next((copy for copy, _ in reversed(self._copies.values())), None)
-            if not waiting:
-                continue
+                if not self._copying:
+                    continue
             try:
                 copy = self._make_copy(copy)
             except StateError as error:
@@ -116,21 +127,25 @@ class Donor:
                 log.exception("this peer's state could not be copied for a peer that joins")
                 copy = None
             with self._changed:
+                waiting, self._copying = self._copying, {}
                 if copy is not None and not self._stopped:
-                    now = time.monotonic()
-                    self._readers.update(dict.fromkeys(waiting, (copy.digest, now)))
-                    self._copies.pop(copy.digest, None)
-                    self._copies[copy.digest] = (copy, now)
-                    if len(self._copies) > MOST_COPIES:
-                        in_use = self._in_use(now)
-                        del self._copies[next(digest for digest in self._copies if digest not in in_use)]
+                    self._keep(copy, waiting, time.monotonic())
             for peer, download in waiting.items():
                 self._answer(peer, download, 0, copy.description if copy is not None else b"")
 
+    def _keep(self, copy: Snapshot, waiting: Mapping[PeerId, bytes], now: float) -> None:
+        self._readers.update({peer: (copy.digest, download, now) for peer, download in waiting.items()})
+        self._copies.pop(copy.digest, None)
+        self._copies[copy.digest] = (copy, now)
+        if len(self._copies) > MOST_COPIES:
+            in_use = self._in_use(now)  # or all of them are, since somebody has begun to ask again
+            oldest = next(iter(self._copies))
+            del self._copies[next((digest for digest in self._copies if digest not in in_use), oldest)]
+
     def _in_use(self, now: float) -> set[bytes]:
         """Digests of the copies that somebody reads."""
-        self._readers = {peer: one for peer, one in self._readers.items() if one[1] > now - IN_USE_S}
-        return {digest for digest, _ in self._readers.values()} & set(self._copies)
+        self._readers = {peer: one for peer, one in self._readers.items() if one[2] > now - IN_USE_S}
+        return {digest for digest, _, _ in self._readers.values()} & set(self._copies)
 
     def _answer(self, peer: PeerId, download: bytes, number: int, data: bytes | memoryview) -> None:
         self._send(peer, Header(kind=Kind.STATE, round=download, chunk=number, length=len(data)), (data,))

@@ -100,8 +100,7 @@ class Downloads:
         finally:
             with self._changed:
                 self._attempt = None
-            for donor in sorted(attempt.keeping):
-                self._ask(donor, attempt, Done())
+            self._release(attempt, attempt.keeping)
         if not verify(description, memory):
             raise StateError("the state that peers sent is not the one that they described.")
         return description, memory
@@ -143,7 +142,14 @@ class Downloads:
         best = max(read_by_donor.values(), key=lambda one: (one.head.samples, votes[one.digest], one.digest))
         with self._changed:
             attempt.donors &= {donor for donor, one in read_by_donor.items() if one.digest == best.digest}
+        self._release(attempt, attempt.keeping - attempt.donors)
         return best
+
+    def _release(self, attempt: _Attempt, donors: set[PeerId]) -> None:
+        """These need not keep a copy any more."""
+        for donor in sorted(donors):
+            self._ask(donor, attempt, Done())
+        attempt.keeping -= donors
 
     def _gather(
         self,

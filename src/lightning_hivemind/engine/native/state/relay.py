@@ -5,6 +5,7 @@ Two peers behind NAT, both without a port that could be forwarded, train with on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
@@ -13,6 +14,8 @@ from lightning_hivemind.engine.native.state.snapshot import Description, Snapsho
 
 #: for a whole state; who waits for it asks again
 TIMEOUT_S = 600.0
+#: who asks may know of a peer that this one has still to hear of: records are some seconds late
+HEARS_S, LOOK_S = 5.0, 0.1
 
 
 class Relay:
@@ -39,6 +42,14 @@ class Relay:
         """A state of the swarm as it is now; None if nobody has one. Raises StateError."""
         if known is not None and known.head == self._head():
             return known
+        deadline = time.monotonic() + HEARS_S
+        while True:
+            found = self._fetch()
+            if found is not None or time.monotonic() >= deadline or self._should_abort():
+                return found
+            time.sleep(LOOK_S)
+
+    def _fetch(self) -> Snapshot | None:
         trainers = self._trainers()
         described: dict[bytes, bytes] = {}
 

@@ -15,6 +15,10 @@ from lightning_hivemind.engine.native.wire.sink import Payload
 
 #: the default caps one flow near 125 Mbit/s at 100 ms
 BUFFER_BYTES = 4 << 20
+#: that waits before a stream which libp2p carries: messages wait behind it
+CARRIED_BYTES = 64 << 10
+#: given to a socket at once: TLS counts the time-out for all of it, and a slow connection is not a dead one
+SEND_BYTES = 64 << 10
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
@@ -24,6 +28,7 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     """Options of every connection."""
     sock.settimeout(timeout_s)
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CARRIED_BYTES)
         return  # libp2p carries it, and what it does with TCP is its own affair
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION"):
@@ -58,8 +63,8 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
         parts = (b"".join(parts),)  # one packet, not several
     for part in parts:
         left = memoryview(part)
-        while left:  # not sendall, whose timeout is for all of it: a slow connection is not a dead one
-            left = left[sock.send(left) :]
+        while left:  # not sendall, whose timeout is for all of it
+            left = left[sock.send(left[:SEND_BYTES]) :]
 
 
 def pieces(header: Header, payload: Payload) -> Iterator[tuple[Header, Payload]]:

@@ -33,7 +33,7 @@ def dial(
     for endpoint in introduction.endpoints:
         try:
             plain = socket.create_connection(endpoint, timeout=timeout_s)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a host may be anything
             failures.append(error)
             continue
         try:

@@ -23,7 +23,8 @@ from lightning_hivemind.engine.native.wire.connection import (
 )
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
-from lightning_hivemind.engine.native.wire.outlet import Gone, Outlet, Way
+from lightning_hivemind.engine.native.wire.outlet import Outlet
+from lightning_hivemind.engine.native.wire.reach import Gone, Reach, Way
 from lightning_hivemind.engine.native.wire.reader import Reader
 from lightning_hivemind.engine.native.wire.sink import Introduce, Introduction, OpenStream, Payload, PeerId, Sink
 from lightning_hivemind.engine.native.wire.speed import Speed
@@ -180,7 +181,7 @@ class Links:
             with self._lock:
                 self._inlets.discard(inlet)
             if (outlet := self._outlet(peer)) is not None:
-                outlet.give(inlet.sock)
+                outlet.reach.give(inlet.sock)
             return
         inlet.peer = peer
         threading.current_thread().name = f"from {peer[-6:]}"
@@ -262,7 +263,7 @@ class Links:
     def upload_rate(self) -> float:
         """Bytes per second that this peer can send, as far as was seen; see :mod:`.speed`. From one thread only."""
         with self._lock:
-            connections = [outlet.connection for outlet in self._outlets.values()]
+            connections = [outlet.reach.sock for outlet in self._outlets.values()]
         return self._speed.of([one for one in connections if one is not None])
 
     def forget(self, round_id: bytes) -> None:
@@ -279,19 +280,20 @@ class Links:
                 return None
             outlet = self._outlets.get(peer)
             if outlet is None:
-                outlet = self._outlets[peer] = Outlet(
+                reach = Reach(
                     peer,
                     introduce=self._introduced,
                     stream=self._stream,
                     context=self._client,
                     patience_s=self._detect_s,
-                    lost=self._outlet_lost,
+                    listens=self._listener is not None,
                     way=self._ways.pop(peer, Way.DIAL),
                 )
+                outlet = self._outlets[peer] = Outlet(reach, self._outlet_lost)
             return outlet
 
     def _introduced(self, peer: PeerId, dials: bool) -> Introduction:
-        introduction = self._introduce(peer, dials and self._listener is not None)
+        introduction = self._introduce(peer, dials)
         if not introduction.endpoints and self._listener is None:
             raise Gone("neither of the two accepts connections (client_mode)")
         return introduction
@@ -305,8 +307,8 @@ class Links:
         with self._lock:
             if self._outlets.get(outlet.peer) is outlet:
                 del self._outlets[outlet.peer]
-                if outlet.way is not Way.DIAL:
-                    self._ways[outlet.peer] = outlet.way
+                if outlet.reach.way is not Way.DIAL:
+                    self._ways[outlet.peer] = outlet.reach.way
         outlet.close()
 
     # ------------------------------------------------------------------ the end
