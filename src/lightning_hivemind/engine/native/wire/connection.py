@@ -17,8 +17,8 @@ from lightning_hivemind.engine.native.wire.sink import Payload
 BUFFER_BYTES = 4 << 20
 #: that waits before a stream which libp2p carries: messages wait behind it
 CARRIED_BYTES = 64 << 10
-#: given to a socket at once: TLS counts the time-out for all of it, and a slow connection is not a dead one
-SEND_BYTES = 64 << 10
+#: given to TLS at once, which counts the time-out for all of it: a slow connection is not a dead one
+TLS_BYTES = 64 << 10
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
@@ -61,10 +61,11 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
     parts: Payload = (header.pack(), *payload)
     if sum(len(part) for part in payload) <= DRAIN_BYTES:
         parts = (b"".join(parts),)  # one packet, not several
+    at_once = TLS_BYTES if isinstance(sock, ssl.SSLSocket) else PIECE_BYTES
     for part in parts:
         left = memoryview(part)
         while left:  # not sendall, whose timeout is for all of it
-            left = left[sock.send(left[:SEND_BYTES]) :]
+            left = left[sock.send(left[:at_once]) :]
 
 
 def pieces(header: Header, payload: Payload) -> Iterator[tuple[Header, Payload]]:
