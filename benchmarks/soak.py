@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -32,59 +28,29 @@ import psutil
 from bench_machine import describe_machine
 from bench_spec import json_lines
 from bench_stats import markdown_table, number
+from herd import Herd, Peer
 
 RESTART_S, FROZEN_S = 20.0, 6.0
-#: a peer that has lived so long has taken all the memory that it needs; and so long all have to come back at the end
+#: a peer that has lived so long has taken all the memory that it needs
 SETTLED_S = 60.0
 SAMPLE_S = 5.0
 #: the longest that the swarm may make no step
 STILL_S = 20.0
 #: by how much a peer may grow in what is left of its life: its memory, and (a few for each other peer) the others
 GROWTH_MEMORY, GROWTH_COUNTS = 1.1, 1.5
-END_S = 60.0
-
-
-@dataclass(kw_only=True)
-class Peer:
-    """One process, and what was seen of it: ``(age in s, bytes, descriptors, threads)``."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    born: float
-    frozen_until: float = 0.0
-    sizes: list[tuple[float, int, int, int]] = field(default_factory=list)
 
 
 class Soak:
-    """A running swarm, and what happens to it."""
+    """What happens to a herd, and how large its peers were: ``(age in s, bytes, descriptors, threads)``."""
 
-    def __init__(self, folder: Path, peers: int, every_s: float, seed: int) -> None:
-        self.folder, self._every_s, self._chance = folder, every_s, random.Random(seed)
-        self.living: list[Peer] = []
-        self.past: list[Peer] = []
+    def __init__(self, herd: Herd, every_s: float, seed: int) -> None:
+        self.herd, self._every_s, self._chance = herd, every_s, random.Random(seed)
+        self.sizes: dict[Peer, list[tuple[float, int, int, int]]] = defaultdict(list)
         self.events: dict[str, int] = defaultdict(int)
-        self._due: list[float] = []
-        self._count, self._peers = 0, peers
-
-    def start(self) -> None:
-        """One more peer, which joins through those that live."""
-        name = f"peer{self._count}"
-        self._count += 1
-        while self.living and not (paths := [p for p in map(self._address, self.living) if p.exists()]):
-            self._tend(0.0)
-            time.sleep(0.1)
-        known = ",".join(path.read_text(encoding="utf-8") for path in paths) if self.living else ""
-        script = str(Path(__file__).with_name("soak_peer.py"))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
-        with open(self.folder / f"{name}.log", "wb") as log:
-            command = [sys.executable, script, str(self.folder), name, known]
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        self.living.append(Peer(name=name, process=process, born=time.monotonic()))
+        self._due: list[tuple[float, Peer | None]] = []
 
     def run(self, seconds: float) -> None:
         """Until that is over, or a peer ends by itself."""
-        for _ in range(self._peers):
-            self.start()
         begin = time.monotonic()
         end, strikes, looks = begin + seconds, begin + SETTLED_S, begin
         while (now := time.monotonic()) < end:
@@ -94,52 +60,34 @@ class Soak:
                 self._strike(now)
             if now >= looks:
                 looks = now + SAMPLE_S
-                for peer in self.living:
-                    peer.sizes.append((now - peer.born, *size_of(peer.process.pid)))
-            time.sleep(0.1)
-
-    def end(self) -> None:
-        """All stop after the same step; who does not is killed."""
-        (self.folder / "stop").touch()
-        deadline = time.monotonic() + END_S
-        for peer in self.living:
-            try:
-                peer.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self.events["did not stop"] += 1
-                peer.process.kill()
-
-    def _address(self, peer: Peer) -> Path:
-        return self.folder / f"{peer.name}.address"
+                for peer in self.herd.living:
+                    self.sizes[peer].append((now - peer.born, *size_of(peer.process.pid)))
+            self.herd.watch(0.1)
 
     def _tend(self, now: float) -> None:
-        for peer in self.living:
-            if peer.process.poll() is not None:
-                raise RuntimeError(f"{peer.name} ended with status {peer.process.returncode}: see {self.folder}")
-            if 0 < peer.frozen_until <= now:
-                peer.frozen_until = 0.0
-                peer.process.send_signal(signal.SIGCONT)
-        for due in [due for due in self._due if due <= now]:
-            self._due.remove(due)
-            self.events["restarted"] += 1
-            self.start()
+        """Who is due is thawed, or started again."""
+        for one in [one for one in self._due if one[0] <= now]:
+            self._due.remove(one)
+            if one[1] is not None:
+                self.herd.thaw(one[1])
+            else:
+                self.events["restarted"] += 1
+                self.herd.start()
 
     def _strike(self, now: float) -> None:
-        victims = [peer for peer in self.living if not peer.frozen_until and now - peer.born > RESTART_S]
-        if len(self.living) < 3 or not victims:
+        living = self.herd.living
+        victims = [peer for peer in living if not peer.frozen and now - peer.born > RESTART_S]
+        if len(living) < 3 or not victims:
             return
         victim = self._chance.choice(victims)
         if self._chance.random() < 0.5:
             self.events["killed"] += 1
-            victim.process.kill()
-            victim.process.wait()
-            self.living.remove(victim)
-            self.past.append(victim)
-            self._due.append(now + RESTART_S)
+            self.herd.kill(victim)
+            self._due.append((now + RESTART_S, None))
         else:
             self.events["frozen"] += 1
-            victim.process.send_signal(signal.SIGSTOP)
-            victim.frozen_until = now + FROZEN_S
+            self.herd.freeze(victim)
+            self._due.append((now + FROZEN_S, victim))
 
 
 def size_of(pid: int) -> tuple[int, int, int]:
@@ -153,9 +101,9 @@ def size_of(pid: int) -> tuple[int, int, int]:
     )
 
 
-def growth(peer: Peer) -> list[float] | None:
+def growth(sizes: Sequence[tuple[float, int, int, int]]) -> list[float] | None:
     """Of memory, descriptors and threads, from the first quarter of its settled life to the last; None if too short."""
-    settled = [sizes for age, *sizes in peer.sizes if age > SETTLED_S]
+    settled = [counts for age, *counts in sizes if age > SETTLED_S]
     quarter = len(settled) // 4
     if quarter < 3:
         return None
@@ -165,9 +113,10 @@ def growth(peer: Peer) -> list[float] | None:
 
 def findings(soak: Soak) -> dict[str, Any]:
     """What the peers wrote."""
+    folder = soak.herd.folder
     digests: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     times: dict[int, float] = {}
-    for path in sorted(soak.folder.glob("peer*.jsonl")):
+    for path in sorted(folder.glob("peer*.jsonl")):
         if path.name.endswith(".events.jsonl"):
             continue
         for line in json_lines(path):
@@ -176,12 +125,12 @@ def findings(soak: Soak) -> dict[str, Any]:
     first_s = min(times.values()) + SETTLED_S
     steps = sorted(time_s for time_s in times.values() if time_s > first_s)
     events: dict[str, int] = defaultdict(int)
-    for path in soak.folder.glob("peer*.events.jsonl"):
+    for path in folder.glob("peer*.events.jsonl"):
         for line in json_lines(path):
             if line["event"] in ("RoundMissed", "RoundIncomplete", "StateLoaded", "ParametersDiffered"):
                 events[line["event"]] += 1
-    grown = [found for peer in (*soak.living, *soak.past) if (found := growth(peer)) is not None]
-    results = [float(path.read_text(encoding="utf-8")) for path in soak.folder.glob("peer*.result")]
+    grown = [found for sizes in soak.sizes.values() if (found := growth(sizes)) is not None]
+    results = [float(path.read_text(encoding="utf-8")) for path in folder.glob("peer*.result")]
     return {
         "steps": max(digests),
         "compared": sum(sum(map(len, one.values())) > 1 for one in digests.values()),
@@ -195,6 +144,21 @@ def findings(soak: Soak) -> dict[str, Any]:
     }
 
 
+def problems(found: dict[str, Any], peers: int) -> list[str]:
+    """What should not be so."""
+    wrong = []
+    if found["unlike"]:
+        wrong.append(f"parameters differed at steps {found['unlike'][:10]}")
+    if found["still_s"] > STILL_S:
+        wrong.append("the swarm stood still")
+    limits = (GROWTH_MEMORY, GROWTH_COUNTS, GROWTH_COUNTS)
+    if not found["grown"] or any(one > limit for one, limit in zip(found["grown"], limits, strict=True)):
+        wrong.append("a peer grew, or none lived long enough to tell")
+    if found["ended"] < peers:
+        wrong.append(f"of {peers} peers {found['ended']} ended with a result")
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=8)
@@ -205,25 +169,15 @@ def main() -> int:
         "--write", action=argparse.BooleanOptionalAction, default=True, help="benchmarks/results/soak.md"
     )
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    soak = Soak(folder, options.peers, options.every, options.seed)
-    try:
+    with Herd() as herd:
+        soak = Soak(herd, options.every, options.seed)
+        for _ in range(options.peers):
+            herd.start()
         soak.run(60 * options.minutes)
-        soak.end()
-    finally:
-        for peer in soak.living:
-            peer.process.kill()  # what it has started ends with it
-    found = findings(soak)
-    wrong = []
-    if found["unlike"]:
-        wrong.append(f"parameters differed at steps {found['unlike'][:10]}")
-    if found["still_s"] > STILL_S:
-        wrong.append("the swarm stood still")
-    limits = (GROWTH_MEMORY, GROWTH_COUNTS, GROWTH_COUNTS)
-    if not found["grown"] or any(one > limit for one, limit in zip(found["grown"], limits, strict=True)):
-        wrong.append("a peer grew, or none lived long enough to tell")
-    if found["ended"] < len(soak.living):
-        wrong.append(f"of {len(soak.living)} peers {found['ended']} ended with a result")
+        herd.end()
+        found = findings(soak)
+        wrong = problems(found, len(herd.living))
+        herd.keep = bool(wrong)
     rows = [
         ["peers", str(options.peers)],
         ["events", ", ".join(f"{count} {what}" for what, count in soak.events.items()) or "none"],
@@ -243,10 +197,6 @@ def main() -> int:
     print(text)
     if options.write:
         (Path(__file__).resolve().parent / "results" / "soak.md").write_text(text, encoding="utf-8")
-    if wrong:
-        print(f"the peers' files are in {folder}")
-    else:
-        shutil.rmtree(folder)
     return 1 if wrong else 0
 
 

@@ -1,6 +1,6 @@
-"""One peer of ``soak.py``: the example's model, smaller, and one line in a file for each global step.
+"""One peer of ``herd.py``: the example's model, smaller, and one line in a file for each global step.
 
-    python soak_peer.py FOLDER NAME [ADDRESSES]
+    python herd_peer.py FOLDER NAME [--join ADDRESSES] [--batch-s SECONDS]
 
 Writes ``FOLDER/NAME.jsonl`` (``epoch``, ``time``, ``digest`` of all parameters, ``loss``), ``NAME.events.jsonl``,
 ``NAME.address``, and at its end ``NAME.result``, the held-out loss. Once there is ``FOLDER/stop``, it stops with all
@@ -9,6 +9,7 @@ others.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -33,9 +34,13 @@ BATCH = 4
 class Ledger(pl.Callback):
     """See the module."""
 
-    def __init__(self, path: Path, strategy: HivemindStrategy) -> None:
+    def __init__(self, path: Path, strategy: HivemindStrategy, batch_s: float) -> None:
         self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - kept open
         self._stop, self._strategy, self._epoch = path.parent / "stop", strategy, -1
+        self._batch_s = batch_s
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self._batch_s)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -53,14 +58,14 @@ class Ledger(pl.Callback):
         self._file.write(json.dumps(line) + "\n")
 
 
-def main(folder: Path, name: str, peers: str) -> None:
+def main(folder: Path, name: str, peers: str, batch_s: float) -> None:
     torch.set_num_threads(1)
     random.seed()
     os.environ["LIGHTNING_HIVEMIND_EVENTS"] = str(folder / f"{name}.events.jsonl")
     strategy = HivemindStrategy(
         target_batch_size=64,
         engine="native",
-        run_id="soak",
+        run_id="herd",
         initial_peers=peers,
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
         matchmaking_time=1.0,
@@ -74,7 +79,7 @@ def main(folder: Path, name: str, peers: str) -> None:
         max_steps=-1,
         gradient_clip_val=1.0,
         limit_val_batches=0,
-        callbacks=[Ledger(folder / f"{name}.jsonl", strategy)],
+        callbacks=[Ledger(folder / f"{name}.jsonl", strategy, batch_s)],
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -88,4 +93,10 @@ def main(folder: Path, name: str, peers: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--join", default="", help="addresses with commas")
+    parser.add_argument("--batch-s", type=float, default=0.0, help="that a batch takes longer than it does")
+    options = parser.parse_args()
+    main(options.folder, options.name, options.join, options.batch_s)

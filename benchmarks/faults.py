@@ -1,0 +1,196 @@
+"""What a killed, a frozen and a very slow peer cost the others.
+
+    python benchmarks/faults.py              # about ten minutes; writes benchmarks/results/faults.md
+    python benchmarks/faults.py --times 2    # fewer of each
+
+Three peers train with ``engine="native"``. ``kill -9`` and SIGSTOP come at a random moment of a step, to a random peer
+(the first one and whoever leads a round among them); afterwards another one joins, or it is thawed. What it cost is the
+longest step of those that go on, less their usual one. Then one of the three is twenty times slower than the others,
+and then two processes for each core keep the machine busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from bench_machine import describe_machine
+from bench_stats import markdown_table, number, summary
+from herd import Herd, Peer
+
+BATCH_S, SLOWER = 0.1, 20.0
+#: of undisturbed training before each event, and in which its cost shows
+USUAL_S, AFTER_S = 6.0, 8.0
+FROZEN_S = 6.0
+#: within which who was thawed has to be in step again
+BACK_S = 30.0
+
+
+def intervals(steps: Sequence[float], first: float, last: float) -> list[float]:
+    """Lengths of the steps that touch this span of time."""
+    return [after - before for before, after in pairwise(steps) if after > first and before < last]
+
+
+def times(herd: Herd, peer: Peer) -> list[float]:
+    return [one["time"] for one in herd.steps(peer)]
+
+
+def cost(herd: Herd, others: Sequence[Peer], at: float) -> float:
+    """By how much the longest step of ``others`` after ``at`` was longer than a usual one."""
+    longest = usual = 0.0
+    for peer in others:
+        ends = times(herd, peer)
+        usual = max(usual, median(intervals(ends, at - USUAL_S, at)))
+        longest = max(longest, *intervals(ends, at, at + AFTER_S), time.time() - ends[-1])
+    return longest - usual
+
+
+def killed(herd: Herd, chance: random.Random) -> float:
+    """One event of that kind."""
+    herd.watch(USUAL_S + chance.random())
+    victim, at = chance.choice(herd.living), time.time()
+    herd.kill(victim)
+    herd.watch(AFTER_S)
+    found = cost(herd, herd.living, at)
+    herd.await_steps(herd.start(BATCH_S), 5)
+    return found
+
+
+def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
+    """The cost, and the seconds until who was thawed has the parameters of the others."""
+    herd.watch(USUAL_S + chance.random())
+    victim, at = chance.choice(herd.living), time.time()
+    others = [peer for peer in herd.living if peer is not victim]
+    herd.freeze(victim)
+    herd.watch(FROZEN_S)
+    thawed = time.time()
+    herd.thaw(victim)
+    herd.watch(AFTER_S - FROZEN_S)
+    found = cost(herd, others, at)
+    while time.time() < thawed + BACK_S:
+        theirs = {one["epoch"]: one["digest"] for one in herd.steps(others[0])}
+        for one in herd.steps(victim):
+            if one["time"] > thawed and theirs.get(one["epoch"]) == one["digest"]:
+                return found, one["time"] - thawed
+        herd.watch(0.1)
+    return found, math.inf
+
+
+def slow(seconds: float) -> tuple[float, float, bool]:
+    """Steps per second of two peers alone, and beside a slow one; whether that one is in step at the end."""
+    with Herd() as herd:
+        for _ in range(2):
+            herd.start(BATCH_S)
+        for peer in list(herd.living):
+            herd.await_steps(peer, 10)
+        rates = []
+        late = None
+        for joins in (False, True):
+            if joins:
+                late = herd.start(SLOWER * BATCH_S)
+                herd.await_steps(late, 2)
+            begin = time.time()
+            herd.watch(seconds)
+            # samples of the two alone: what the slow one gives is no throughput of theirs
+            given = sum(
+                one["samples"]
+                for peer in herd.living[:2]
+                for one in herd.events(peer, "EpochCommitted")
+                if one["time"] > begin
+            )
+            rates.append(given / (time.time() - begin))
+        assert late is not None
+        last = herd.steps(late)[-1]
+        theirs = {one["epoch"]: one["digest"] for one in herd.steps(herd.living[0])}
+        member = theirs.get(last["epoch"]) == last["digest"] and last["time"] > time.time() - 2 * SLOWER * BATCH_S - 5
+        return rates[0], rates[1], member
+
+
+def busy(rounds: int) -> tuple[int, int, int]:
+    """Steps, those not with all three, and states taken, while others keep all cores busy."""
+    with Herd() as herd, burning(2 * (os.cpu_count() or 1)):
+        for _ in range(3):
+            herd.start(BATCH_S)
+        for peer in list(herd.living):
+            herd.await_steps(peer, 10)
+        first = max(herd.steps(peer)[-1]["epoch"] for peer in herd.living)
+        while herd.steps(herd.living[0])[-1]["epoch"] < first + rounds:
+            herd.watch(1.0)
+        commits = [one for one in herd.events(herd.living[0], "EpochCommitted") if one["epoch"] > first]
+        states = sum(one["epoch"] > first for peer in herd.living for one in herd.events(peer, "StateLoaded"))
+        return len(commits), sum(one["contributors"] < 3 for one in commits), states
+
+
+@contextmanager
+def burning(count: int) -> Iterator[None]:
+    """So many processes that compute and nothing else."""
+    fires = [multiprocessing.get_context("spawn").Process(target=_burn, daemon=True) for _ in range(count)]
+    for fire in fires:
+        fire.start()
+    try:
+        yield
+    finally:
+        for fire in fires:
+            fire.kill()
+
+
+def _burn() -> None:
+    while True:
+        sum(range(100_000))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=8, help="how often a peer is killed, and frozen")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training beside a slow peer, and without")
+    parser.add_argument("--rounds", type=int, default=500, help="on a busy machine")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/faults.md")
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    with Herd() as herd:
+        for _ in range(3):
+            herd.start(BATCH_S)
+        for peer in list(herd.living):
+            herd.await_steps(peer, 10)
+        kills = [killed(herd, chance) for _ in range(options.times)]
+        freezes = [frozen(herd, chance) for _ in range(options.times)]
+        herd.end()
+    alone, beside, member = slow(options.seconds)
+    steps, without, states = busy(options.rounds)
+    rows = [
+        ["`kill -9`: longest step of the others above the usual, s", summary(kills).show()],
+        ["... the longest of all", number(max(kills))],
+        [f"SIGSTOP for {FROZEN_S:.0f} s: the same", summary([one for one, _ in freezes]).show()],
+        ["... the longest of all", number(max(one for one, _ in freezes))],
+        ["... until it is in step again once thawed", summary([back for _, back in freezes]).show()],
+        [f"a peer {SLOWER:.0f} times slower: samples/s of the other two without it", number(alone)],
+        ["... and beside it", number(beside)],
+        ["... ratio", number(beside / alone)],
+        ["... it is in step at the end", "yes" if member else "no"],
+        [f"{2 * (os.cpu_count() or 1)} other processes on {os.cpu_count()} cores: steps", str(steps)],
+        ["... without a gradient of one of the three", str(without)],
+        ["... states that had to be taken", str(states)],
+    ]
+    facts = [f"- {name}: {value}" for name, value in describe_machine().items()]
+    text = "\n".join(["# Faults", "", *facts, "", markdown_table(["what", "found"], rows), ""])
+    print(text)
+    if options.write:
+        (Path(__file__).resolve().parent / "results" / "faults.md").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped on the way out
+    sys.exit(main())

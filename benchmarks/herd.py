@@ -1,0 +1,132 @@
+"""Peers of one swarm to which things happen: started, killed, frozen, thawed and read by a benchmark."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_spec import json_lines
+
+#: all have to come back at the end within so long
+END_S = 60.0
+START_S = 60.0
+
+
+@dataclass(kw_only=True, eq=False)
+class Peer:
+    """One process of ``herd_peer.py``."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    born: float
+    frozen: bool = False
+
+
+class Herd:
+    """Also a context: nothing of it lives on, and its folder is removed unless something went wrong."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="herd-"))
+        self.living: list[Peer] = []
+        #: something is wrong: its files are to be read
+        self.keep = False
+        self._count = 0
+
+    def __enter__(self) -> Herd:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for peer in self.living:
+            peer.process.kill()  # what it has started ends with it
+            peer.process.wait()
+        if kind is None and not self.keep:
+            shutil.rmtree(self.folder)
+        else:
+            print(f"the peers' files are in {self.folder}", file=sys.stderr)
+
+    def start(self, batch_s: float = 0.0) -> Peer:
+        """One more peer, which joins through those that live; its batches take that much longer."""
+        name = f"peer{self._count}"
+        self._count += 1
+        known = self._addresses() if self.living else ""
+        command = [sys.executable, str(Path(__file__).with_name("herd_peer.py")), str(self.folder), name]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
+        with open(self.folder / f"{name}.log", "wb") as log:
+            options = ["--join", known, "--batch-s", str(batch_s)]
+            process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
+        self.living.append(Peer(name=name, process=process, born=time.monotonic()))
+        return self.living[-1]
+
+    def check(self) -> None:
+        """Raises RuntimeError if a peer has ended by itself."""
+        for peer in self.living:
+            if peer.process.poll() is not None:
+                raise RuntimeError(f"{peer.name} ended with status {peer.process.returncode}: see {self.folder}")
+
+    def watch(self, seconds: float) -> None:
+        """Let them train for so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(0.1, left))
+
+    def kill(self, peer: Peer) -> None:
+        peer.process.kill()
+        peer.process.wait()
+        self.living.remove(peer)
+
+    def freeze(self, peer: Peer) -> None:
+        peer.process.send_signal(signal.SIGSTOP)
+        peer.frozen = True
+
+    def thaw(self, peer: Peer) -> None:
+        peer.process.send_signal(signal.SIGCONT)
+        peer.frozen = False
+
+    def end(self) -> None:
+        """All stop after the same step, or are killed a minute later."""
+        (self.folder / "stop").touch()
+        deadline = time.monotonic() + END_S
+        for peer in self.living:
+            try:
+                peer.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                peer.process.kill()
+
+    # ------------------------------------------------------------------ what they wrote
+
+    def steps(self, peer: Peer) -> list[dict[str, Any]]:
+        """``epoch``, ``time``, ``digest`` and ``loss`` of each global step."""
+        return self._lines(peer, "jsonl")
+
+    def events(self, peer: Peer, name: str) -> list[dict[str, Any]]:
+        return [one for one in self._lines(peer, "events.jsonl") if one["event"] == name]
+
+    def await_steps(self, peer: Peer, count: int, timeout_s: float = START_S) -> None:
+        """Until it has made so many. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.steps(peer)) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{peer.name} has not made {count} steps in {timeout_s:.0f} s: see {self.folder}")
+            self.watch(0.1)
+
+    def _lines(self, peer: Peer, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / f"{peer.name}.{kind}"
+        return json_lines(path) if path.exists() else []
+
+    def _addresses(self) -> str:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            paths = [self.folder / f"{peer.name}.address" for peer in self.living if not peer.frozen]
+            if known := [path.read_text(encoding="utf-8") for path in paths if path.exists()]:
+                return ",".join(known)
+            self.watch(0.1)
+        raise TimeoutError(f"no peer has an address after {START_S:.0f} s: see {self.folder}")
