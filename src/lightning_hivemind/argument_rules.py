@@ -148,8 +148,8 @@ def _local_updates(values: Values) -> None:
 _LOCAL_UPDATES_EXCLUDE = {
     "reuse_grad_buffers": "with use_local_updates=True gradients are not accumulated",
     "delay_grad_averaging": "with use_local_updates=True gradients are not averaged",
-    "delay_optimizer_step": "with use_local_updates=True an optimizer in host memory never gets the gradients",
-    "offload_optimizer": "with use_local_updates=True an optimizer in host memory never gets the gradients",
+    "delay_optimizer_step": "with use_local_updates=True every batch steps at once, where the parameters are",
+    "offload_optimizer": "with use_local_updates=True every batch steps at once, where the parameters are",
 }
 
 
@@ -243,6 +243,16 @@ def _native(values: Values) -> None:
             raise refusal(name, values[name], wrong, 'leave it away, or use engine="hivemind"')
 
 
+def needless(arguments: Any) -> list[str]:
+    """Names of arguments (:class:`.Arguments`, resolved) that were given and change nothing with this engine."""
+    if arguments.engine != "native" or arguments.use_local_updates:
+        return []
+    names = [name for name in _NEEDLESS if getattr(arguments, name)]
+    if arguments.delay_optimizer_step and "delay_state_averaging" in names:
+        names.remove("delay_state_averaging")  # which asks for it
+    return names
+
+
 def _sent_by_hivemind(name: str, codec: Any) -> None:
     from lightning_hivemind.codecs.native import native_parts  # imports hivemind
 
@@ -273,8 +283,7 @@ _ONLY_NATIVE: Mapping[str, tuple[Any, str]] = {
     "insecure_lan": (False, "hivemind encrypts everything"),
 }
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.
-#: ``average_opt_statistics`` and ``state_averaging_compression`` need nothing without local updates: peers are equal to
-#: the last bit after every step. ``average_state_every`` says how often they make sure (engine/native/agreement.py).
+#: ``average_state_every`` says how often peers make sure that they are equal (engine/native/agreement.py).
 _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
     "averager_opts": ({}, "these are options of hivemind's averagers"),
     "load_state_compression": (
@@ -285,6 +294,8 @@ _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
     "tracker_opts": ({}, "these are options of hivemind's progress tracker"),
 }
 
+#: arguments that engine="native" accepts and has no use for, without local updates: nobody averages a state there
+_NEEDLESS = ("state_averaging_compression", "average_opt_statistics", "delay_state_averaging")
 _NOT_WITH_LOCAL_UPDATES: Mapping[str, tuple[Any, str]] = {
     "average_state_every": (1, "with use_local_updates=True this is what target_batch_size says"),
 }

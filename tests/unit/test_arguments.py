@@ -138,6 +138,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "/ip4/8.8.8.8/tcp/4000 is a public address, and everybody on the way could read and change what is sent",
     ),
     ({"engine": "native", "tracker_opts": {"min_refresh_period": 1.0}}, 'leave it away, or use engine="hivemind"'),
+    ({"engine": "native", "averager_opts": {"target_group_size": 2}}, "these are options of hivemind's averagers"),
+    ({"engine": "native", "performance_ema_alpha": 0.5}, "an option of hivemind's progress tracker"),
+    ({"engine": "native", "load_state_compression": Float16Compression()}, "takes the state bit for bit"),
     ({"grad_compression": BFloat16Compression()}, "hivemind has no wire format for BFloat16Compression; use engine="),
     (
         {"state_averaging_compression": SizeAdaptiveCompression(9, Float16Compression(), Blockwise4BitQuantization())},
@@ -284,6 +287,22 @@ ALLOWED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("arguments", ALLOWED, ids=["+".join(one) for one in ALLOWED])
 def test_neighbours_of_the_refused_are_allowed(arguments: dict[str, Any]) -> None:
     create(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({}, []),
+        ({"delay_state_averaging": True}, ["delay_state_averaging"]),
+        ({"delay_state_averaging": True, "delay_optimizer_step": True}, []),
+        ({"state_averaging_compression": Float16Compression()}, ["state_averaging_compression"]),
+        ({"average_opt_statistics": ["exp_avg"]}, ["average_opt_statistics"]),
+        ({"average_opt_statistics": ["exp_avg"], "use_local_updates": True}, []),
+        ({"average_opt_statistics": ["exp_avg"], "engine": "hivemind"}, []),
+    ],
+)
+def test_what_the_native_engine_has_no_use_for_is_named(arguments: dict[str, Any], names: list[str]) -> None:
+    assert argument_rules.needless(Arguments(target_batch_size=8, **{"engine": "native", **arguments})) == names
 
 
 def test_a_ready_plateau_scheduler_is_refused_even_without_offload() -> None:

@@ -43,6 +43,12 @@ class SwarmRecords:
                 self._compare(peer, mine, theirs)
 
     @property
+    def run(self) -> str:
+        """The run's id, and what else peers must have in common to average: others never hear of one another by it."""
+        mine = self._own_schema()
+        return f"{self._a.run_id}.{mine['digest'][:16]}.{mine['target']}"
+
+    @property
     def auxiliaries(self) -> list[str]:
         """Other live peers that only help to average."""
         return [peer for peer, record in self._others().items() if record.get("role") == "auxiliary"]

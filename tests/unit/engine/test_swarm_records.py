@@ -56,7 +56,7 @@ class Peers:
         self._made: list[SwarmRecords] = []
 
     def make(self, schema: list[str], *, target: int = 32) -> SwarmRecords:
-        network: Any = SimpleNamespace(dht=self.dht, peer_id=IDS[len(self._made)])
+        network: Any = SimpleNamespace(dht=self.dht, peer_id=IDS[len(self._made) % len(IDS)])
         arguments = Arguments.create(target, run_id="run", environ={})
         self._made.append(SwarmRecords(arguments, network, schema))
         return self._made[-1]
@@ -85,6 +85,14 @@ def test_equal_models_are_of_one_run_and_unlike_ones_are_refused_by_name(peers: 
     peers.make(["a (3,) torch.float32", "b (4,) torch.float32"]).check_schema()
     other = peers.make(["a (3,) torch.float32", "b (4,) torch.bfloat16"])
     assert "The first parameter that differs is b (4,) torch.bfloat16" in refusal(other)
+
+
+def test_only_peers_that_can_average_go_by_one_name(peers: Peers) -> None:
+    """Should two unlike ones miss each other at the start, their rounds still never meet."""
+    alike = {peers.make(["a (3,)"]).run for _ in range(2)}
+    unlike = {peers.make(["a (4,)"]).run, peers.make(["a (3,)"], target=64).run}
+    assert (len(alike), len(alike | unlike)) == (1, 3)
+    assert all(name.startswith("run.") for name in alike | unlike)
 
 
 def test_unlike_peers_that_start_at_the_same_time_do_not_miss_each_other(peers: Peers) -> None:

@@ -70,8 +70,9 @@ def test_hivemind_s_adaptive_codecs_choose_as_they_do_there() -> None:
         "exact",
         *["uniform 8 bit"] * 2,
     ]
-    by_role = theirs.RoleAdaptiveCompression(gradient=theirs.Float16Compression(), default=by_size)
-    assert map_codec(by_role, "x").name == "float16"
+    by_role = theirs.RoleAdaptiveCompression(gradient=theirs.Float16Compression(), default=theirs.NoCompression())
+    assert map_codec(by_role, "grad_compression").name == "float16"
+    assert map_codec(by_role, "state_averaging_compression").name == "exact"
     for given_ in ([theirs.NoCompression(), by_size], {0: theirs.NoCompression(), 1: by_size}):
         by_place = map_codec(theirs.PerTensorCompression(given_), "x")
         assert [codec.name for _, codec in by_place.of_all([99, 10], 2)] == ["exact", "uniform 8 bit"]

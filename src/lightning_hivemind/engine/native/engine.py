@@ -103,11 +103,11 @@ class NativeEngine:
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)
         self._parts = parts = build(
-            self._a, self._network, self._gradients, self._memory, self._coding, self._copy_state
+            self._a, self._records.run, self._network, self._gradients, self._memory, self._coding, self._copy_state
         )
         self._whereabouts = Whereabouts(
             self._network,
-            self._a.run_id,
+            self._records.run,
             parts.driver,
             parts.introductions,
             lambda: self.local_samples,

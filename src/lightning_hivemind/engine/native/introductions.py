@@ -53,7 +53,7 @@ class Introductions:
     def __init__(
         self,
         dht: hivemind.DHT,
-        run_id: str,
+        run: str,
         links: Links,
         *,
         fingerprint: bytes,
@@ -61,7 +61,7 @@ class Introductions:
         timeout_s: float,
     ) -> None:
         self._dht, self._links, self._fingerprint, self._port = dht, links, fingerprint, port
-        self._handler, self._timeout_s = f"lightning_hivemind.introduce.{run_id}", timeout_s
+        self._handler, self._timeout_s = f"lightning_hivemind.introduce.{run}", timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="introductions", daemon=True)
         self._p2p: P2P | None = None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_hivemind.argument_rules import needless
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.codecs.powersgd import read_factory
 from lightning_hivemind.engine.native.codecs.mapping import Coding
@@ -77,19 +78,31 @@ def make_low_rank(arguments: Arguments, stepper: Stepper, memory: Memory) -> Low
 
 def build(
     arguments: Arguments,
+    run: str,
     network: PeerNetwork,
     gradients: Gradients,
     memory: Memory,
     coding: Coding,
     copy_state: Callable[[Snapshot | None], Snapshot | None],
 ) -> Parts:
-    """Everything runs, and answers; this peer stands nowhere yet. ``copy_state``: see :class:`.Donor`."""
+    """Everything runs, and answers; this peer stands nowhere yet.
+
+    Args:
+        run: equal on peers that can average.
+        copy_state: see :class:`.Donor`.
+    """
+    if names := needless(arguments):
+        log.info(
+            '%s: without effect with engine="native": after every step all peers are equal to the last bit, and no'
+            " state is averaged",
+            ", ".join(names),
+        )
     layout = Layout(gradients.elements)
     memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
     codecs = per_chunk(coding.of_all(gradients.sizes, len(gradients.parameters), gradients.moments), layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(
-        run=arguments.run_id,
+        run=run,
         target_samples=arguments.target_batch_size,
         chunks=layout.chunks,
         matchmaking_s=arguments.matchmaking_time,
@@ -118,9 +131,7 @@ def build(
     )
     port = _listen(links, arguments) if reduces else None
     fingerprint = b"" if certificate is None else certificate.fingerprint
-    asks = Introductions(
-        network.dht, arguments.run_id, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S
-    )
+    asks = Introductions(network.dht, run, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S)
     introductions.append(asks)
     donor, downloads = Donor(links.send, copy_state), Downloads(links.send, arguments.next_chunk_timeout)
     driver.start(links, donor, downloads)

@@ -34,7 +34,7 @@ class Whereabouts:
     def __init__(
         self,
         network: PeerNetwork,
-        run_id: str,
+        run: str,
         driver: Driver,
         introductions: Introductions,
         samples: Callable[[], int],
@@ -48,7 +48,7 @@ class Whereabouts:
         self._owes = owes
         self._network, self._driver, self._introductions = network, driver, introductions
         self._samples, self._agreement, self._reduces = samples, agreement, reduces
-        self._records = PeerRecords(network.dht, f"{run_id}.native", network.peer_id, refresh_s=REFRESH_S)
+        self._records = PeerRecords(network.dht, f"{run}.native", network.peer_id, refresh_s=REFRESH_S)
         self._stopped = threading.Event()
         self._stamp = 0.0
         self._thread = threading.Thread(target=self._run, name="whereabouts", daemon=True)

@@ -70,8 +70,9 @@ def map_codec(given: Any, name: str) -> Coding:
         case "SizeAdaptiveCompression":
             return _by_size(int(given.threshold), map_codec(given.less, name), map_codec(given.greater_equal, name))
         case "RoleAdaptiveCompression":
-            (gradient,) = (codec for role, codec in given.role_compressions.items() if role.name == "GRADIENT")
-            return map_codec(gradient, name)
+            played = "PARAMETER" if name == "state_averaging_compression" else "GRADIENT"
+            (codec,) = (codec for role, codec in given.role_compressions.items() if role.name == played)
+            return map_codec(codec, name)
         case "PerTensorCompression":
             return _by_place(given.tensor_compressions, name)
     raise ArgumentError(
