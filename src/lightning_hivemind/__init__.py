@@ -72,6 +72,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home == "codecs":
+        importlib.import_module("lightning_hivemind.platform").require_hivemind()
     if home == "strategy":
         importlib.import_module("lightning_hivemind.registry").register()
     return getattr(importlib.import_module(f"lightning_hivemind.{home}"), name)

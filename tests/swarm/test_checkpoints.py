@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.checks import assert_in_step, assert_ledger
-from swarm.harness import START_S, Swarm
+from swarm.harness import START_S, Peer, Swarm
 from swarm.replay import distance
 from swarm.spec import PeerSpec
 
@@ -40,6 +40,49 @@ def test_one_peer_continues_as_if_it_had_not_been_interrupted(swarm: Swarm, pack
         assert rest.commits[step].digest == whole.commits[step].digest, step
         assert rest.commits[step].lr == whole.commits[step].lr
         assert rest.commits[step].global_step == step
+
+
+KEEP = "[pl.callbacks.ModelCheckpoint(spec.folder, filename='{step}', every_n_train_steps=3, save_top_k=-1)]"
+
+
+def saved_while_training(swarm: Swarm, **strategy: Any) -> tuple[Peer, Peer]:
+    """One peer that trains six steps, and one that continues from the checkpoint of the third, in a second pass."""
+    common: dict[str, Any] = {
+        "model": {"optimizer": "adamw", "lr": 0.01},
+        "strategy": {"target_batch_size": 16, **strategy},
+        "together": False,
+        "trainer": {"max_steps": 6, "enable_checkpointing": True},
+        "trainer_code": {"callbacks": KEEP},
+        "data_samples": 32,
+        "order_seed": None,
+    }
+    (whole,) = swarm.start(1, **common)
+    swarm.finish(whole)
+    (rest,) = swarm.start(1, ckpt_path=str(whole.folder / "step=3.ckpt"), **common)
+    swarm.finish(rest)
+    assert min(rest.commits) == 3
+    passes = [peer.said("finished")[0]["current_epoch"] for peer in (whole, rest)]
+    assert passes[0] == passes[1] > 0
+    return whole, rest
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_checkpoint_of_the_middle_of_a_run_continues_it_bit_for_bit(swarm: Swarm, offload: bool) -> None:
+    whole, rest = saved_while_training(swarm, offload_optimizer=offload)
+    for step in range(3, 7):
+        assert rest.commits[step].digest == whole.commits[step].digest, step
+
+
+def test_a_checkpoint_of_the_middle_of_a_delayed_run_holds_all_of_a_step(swarm: Swarm) -> None:
+    """What is under way in the background when it is written is in it: in the parameters and in the optimizer."""
+    delays = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
+    whole, rest = saved_while_training(swarm, **delays)
+    saved = torch.load(whole.folder / "step=3.ckpt", weights_only=False)
+    steps = {int(state["step"]) for state in saved["optimizer_states"][0]["state"].values()}
+    assert steps == {saved["lightning_hivemind"]["epoch"]} == {3}
+    values = torch.cat([value.flatten() for value in saved["state_dict"].values()])
+    assert distance(rest.parameters(3), values.double().numpy()) == 0.0
+    assert rest.commits[6].global_step == 6
 
 
 def test_a_checkpoint_holds_no_more_and_no_less_than_a_plain_one(swarm: Swarm) -> None:

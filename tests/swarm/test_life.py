@@ -136,6 +136,7 @@ def test_a_survivor_goes_on_when_a_peer_is_killed_and_the_user_sees_it(swarm: Sw
         (alone,) = first.said("RoundIncomplete", epoch=2, kind="gradients")
         assert (alone["fraction"], alone["contributors"], alone["expected"]) == (0.0, 1, 2)
         assert "own gradient" in alone["action"]
+        assert "averaging gradients brought 0.0%" in first.output
     (event,) = first.said("EpochCommitted", epoch=3)
     assert event["contributors"] == 1
     limit_s = 2 * QUICK["averaging_timeout"] + QUICK["matchmaking_time"]

@@ -38,6 +38,13 @@ P2PD = str(Path(hivemind.hivemind_cli.__file__).parent / "p2pd")
 STRANGER = "12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ"
 
 
+def flags(network: PeerNetwork) -> set[str]:
+    """With which its daemon was started."""
+    assert network.sockets is not None
+    (pid,) = network.sockets.daemon_pids()
+    return set(Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0"))
+
+
 class Bench:
     """Makes networks on loopback, and stops those that a test leaves running."""
 
@@ -109,6 +116,20 @@ async def forget_everybody(dht: hivemind.DHT, node: Any) -> int:
         del node.protocol.routing_table[uid]
         node.blacklist.register_failure(peer)
     return len(known)
+
+
+def test_relays_are_what_the_daemon_is_told(bench: Bench) -> None:
+    """No relay was at hand: what it does with this is libp2p's."""
+    relay = f"/ip4/203.0.113.7/tcp/31330/p2p/{STRANGER}"
+    plain = bench.network()
+    plain.start()
+    assert {"-relay=1", "-autoRelay=0"} <= flags(plain)
+    seeks = bench.network(use_auto_relay=True, trusted_relays=(relay,))
+    seeks.start()
+    assert {"-relay=1", "-autoRelay=1", f"-trustedRelays={relay}"} <= flags(seeks)
+    without = bench.network(use_relay=False)
+    without.start()
+    assert "-relay=0" in flags(without)
 
 
 def test_peers_that_have_taken_one_another_for_dead_find_one_another_again(bench: Bench) -> None:

@@ -59,6 +59,30 @@ def test_max_epochs_counts_passes_over_this_peers_own_data(swarm: Swarm) -> None
     assert (finished["current_epoch"], finished["batches"], finished["global_step"]) == (2, 16, 8)
 
 
+NOTES = """[type("Notes", (pl.Callback,), {
+    "on_fit_start": lambda self, trainer, model: Path(spec.folder, "zero").write_text(str(trainer.is_global_zero)),
+    "on_before_optimizer_step": lambda self, *_: Path(spec.folder, "steps").open("a").write("."),
+})()]"""
+
+
+def test_limits_count_batches_and_optimizer_hooks_global_steps(swarm: Swarm) -> None:
+    limits = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 3}
+    peer = alone(swarm, trainer=limits, trainer_code={"callbacks": NOTES})
+    finished = peer.said("finished")[0]
+    assert (finished["current_epoch"], finished["batches"], finished["global_step"]) == (2, 6, 3)
+    assert (peer.folder / "steps").read_text() == "..."
+
+
+def test_max_time_ends_this_peer_only(swarm: Swarm) -> None:
+    brief = {"trainer": {"max_steps": -1, "max_time": {"seconds": 4}}}
+    first, second = swarm.start(2, peers=[brief, {}], trainer={"max_steps": -1}, delay_s=0.05)
+    first.wait_exit()
+    (finished,) = first.said("finished")
+    assert finished["state"] == "finished"
+    second.wait_epoch(max(second.commits) + 3)
+    assert not second.said("StopRequested")
+
+
 def test_val_check_interval_counts_this_peers_batches(swarm: Swarm) -> None:
     peer = alone(swarm, trainer={"max_steps": 6, "val_check_interval": 4, "num_sanity_val_steps": 0})
     assert [v["batch"] for v in peer.said("validated")] == [4, 8, 12]
@@ -260,8 +284,9 @@ def test_every_peer_is_global_zero_and_writes_its_own_files(swarm: Swarm) -> Non
     peers = swarm.start(
         2,
         trainer={"max_steps": 1, "log_every_n_steps": 1},
-        trainer_code={"logger": "pl.loggers.CSVLogger(spec.folder, name='csv', version=0)"},
+        trainer_code={"logger": "pl.loggers.CSVLogger(spec.folder, name='csv', version=0)", "callbacks": NOTES},
         delay_s=0.02,
     )
     swarm.finish()
     assert all(Path(peer.folder, "csv", "version_0", "metrics.csv").exists() for peer in peers)
+    assert all((peer.folder / "zero").read_text() == "True" for peer in peers)

@@ -135,6 +135,31 @@ def test_the_package_imports_where_hivemind_does_not() -> None:
     assert run_python(code) == lightning_hivemind.__version__
 
 
+@pytest.mark.parametrize(
+    "wants",
+    [
+        "lightning_hivemind.HivemindStrategy(target_batch_size=8)",
+        "lightning_hivemind.CollaborativeStrategy(target_batch_size=8)",
+        "lightning_hivemind.Float16Compression()",
+    ],
+)
+def test_where_hivemind_does_not_run_one_sentence_says_so(wants: str) -> None:
+    code = f"""
+import sys
+sys.modules["hivemind"] = None
+import lightning_hivemind
+from lightning_hivemind.errors import PlatformError
+try:
+    {wants}
+except PlatformError as error:
+    print(error)
+"""
+    said = run_python(code)
+    assert said.startswith("hivemind cannot be imported here (")
+    assert "Install it with: pip install" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_the_version_is_stated_once() -> None:
     version = lightning_hivemind.__version__
     assert importlib.import_module("lightning_hivemind._version").__version__ == version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import hivemind
@@ -13,7 +14,7 @@ import torch
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
 
-from lightning_hivemind.engine.stock.averagers import KeepsFeedback, checked
+from lightning_hivemind.engine.stock.averagers import KeepsFeedback, checked, received_share
 from lightning_hivemind.errors import DaemonError
 
 
@@ -52,3 +53,33 @@ def test_a_failed_round_leaves_the_error_feedback_of_powersgd_as_it_was() -> Non
         asyncio.run(averager._aggregate_with_group())
     assert averager._ms[0].tolist() == [3.0, 3.0]
     assert issubclass(checked(PowerSGDGradientAverager), KeepsFeedback)
+
+
+@pytest.mark.parametrize(
+    ("failed", "arrived", "share"),
+    [
+        (0, [10, 10], 1.0),
+        (500, [10, 10], 0.5),  # what others were to reduce did not come back: local values stand there
+        (3, [10, 10], 0.997),
+        (0, [10, 0], 0.5),  # what this peer reduces lacks a sender
+        (100, [10, 5], 0.75),
+        (1000, [0, 0], 0.0),
+    ],
+)
+def test_the_share_of_values_that_were_averaged_is_the_smaller_of_both_ways(
+    failed: int, arrived: list[int], share: float
+) -> None:
+    """hivemind reports each of these rounds as a success."""
+    runner = SimpleNamespace(
+        tensor_part_container=SimpleNamespace(failed_size=failed, total_size=1000),
+        tensor_part_reducer=SimpleNamespace(num_parts=10, num_senders=2, num_parts_received=arrived),
+    )
+    assert received_share(runner) == pytest.approx(share)
+
+
+def test_who_reduces_nothing_and_has_nothing_to_average_lacks_nothing() -> None:
+    runner = SimpleNamespace(
+        tensor_part_container=SimpleNamespace(failed_size=0, total_size=0),
+        tensor_part_reducer=SimpleNamespace(num_parts=0, num_senders=2, num_parts_received=[0, 0]),
+    )
+    assert received_share(runner) == 1.0

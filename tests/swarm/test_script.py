@@ -1,0 +1,82 @@
+"""The example as a user runs it: a script, and the line that it prints, pasted elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swarm.harness import CLEAN_S, START_S
+
+pytestmark = pytest.mark.swarm
+
+ROOT = Path(__file__).resolve().parents[2]
+#: these import torch and all else by themselves, while other tests do
+COLD_S = 3 * START_S
+SMALL = ["--batch-size", "4", "--target-batch-size", "16", "--no-progress", "--minutes", "10"]
+
+
+class Terminal:
+    """A shell with one command in it."""
+
+    def __init__(self, folder: Path, name: str, command: list[str]) -> None:
+        self._path = folder / name
+        environment = {name: value for name, value in os.environ.items() if "INITIAL_PEERS" not in name}
+        with open(self._path, "wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            )
+
+    @property
+    def text(self) -> str:
+        return self._path.read_text(encoding="utf-8", errors="replace")
+
+    def await_text(self, text: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.text:
+            assert self.process.poll() is None, f"it has ended:\n{self.text}"
+            assert time.monotonic() < deadline, f"{text!r} was not said in {timeout_s:.0f} s:\n{self.text}"
+            time.sleep(0.2)
+
+    def interrupt(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+@contextmanager
+def terminals() -> Iterator[list[Terminal]]:
+    opened: list[Terminal] = []
+    try:
+        yield opened
+    finally:
+        for one in opened:
+            if one.process.poll() is None:
+                os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.wait()
+
+
+@pytest.mark.parametrize("engine", ["hivemind", "native"])
+def test_the_example_trains_with_whoever_pastes_the_line_that_it_prints(tmp_path: Path, engine: str) -> None:
+    script = [sys.executable, "examples/byte_gpt.py", "--engine", engine, "--run-id", tmp_path.name, *SMALL]
+    with terminals() as opened:
+        first = Terminal(tmp_path, "first", [*script, "--listen", "/ip4/127.0.0.1/tcp/0"])
+        opened.append(first)
+        first.await_text("global step 1:", COLD_S)
+        (line,) = [line for line in first.text.splitlines() if line.startswith("INITIAL_PEERS=")]
+        second = Terminal(tmp_path, "second", ["bash", "-c", line])
+        opened.append(second)
+        for one in opened:
+            one.await_text("peers in the run: 2", COLD_S)
+        second.await_text("with 2 peers", START_S)
+        for one in opened:
+            one.interrupt()
+        for one in opened:
+            one.process.wait(CLEAN_S)
+            assert "left the swarm at global step" in one.text
+            assert "Traceback" not in one.text
