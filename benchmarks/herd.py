@@ -119,8 +119,7 @@ class Herd:
             self.watch(0.1)
 
     def _lines(self, peer: Peer, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / f"{peer.name}.{kind}"
-        return json_lines(path) if path.exists() else []
+        return json_lines(self.folder / f"{peer.name}.{kind}")
 
     def _addresses(self) -> str:
         deadline = time.monotonic() + START_S

@@ -31,16 +31,25 @@ CONTEXT = 64
 BATCH = 4
 
 
+class Slower(ByteGPT):  # type: ignore[misc]
+    """Takes ``batch_s`` longer for a batch."""
+
+    def __init__(self, batch_s: float, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self._batch_s = batch_s
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int = 0) -> torch.Tensor:
+        time.sleep(self._batch_s)
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
 class Ledger(pl.Callback):
     """See the module."""
 
-    def __init__(self, path: Path, strategy: HivemindStrategy, batch_s: float) -> None:
+    def __init__(self, path: Path, strategy: HivemindStrategy) -> None:
         self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - kept open
         self._stop, self._strategy, self._epoch = path.parent / "stop", strategy, -1
-        self._batch_s = batch_s
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(self._batch_s)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -72,14 +81,14 @@ def main(folder: Path, name: str, peers: str, batch_s: float) -> None:
     )
     publish(folder / f"{name}.address", ",".join(map(str, strategy.dht.get_visible_maddrs())))
     pl.seed_everything(0)
-    model, data = ByteGPT(width=64, layers=2, context=CONTEXT), StdlibText(batch_size=BATCH, context=CONTEXT)
+    model, data = Slower(batch_s, width=64, layers=2, context=CONTEXT), StdlibText(batch_size=BATCH, context=CONTEXT)
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=strategy,
         max_steps=-1,
         gradient_clip_val=1.0,
         limit_val_batches=0,
-        callbacks=[Ledger(folder / f"{name}.jsonl", strategy, batch_s)],
+        callbacks=[Ledger(folder / f"{name}.jsonl", strategy)],
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,

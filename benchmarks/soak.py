@@ -77,7 +77,7 @@ class Soak:
     def _strike(self, now: float) -> None:
         living = self.herd.living
         victims = [peer for peer in living if not peer.frozen and now - peer.born > RESTART_S]
-        if len(living) < 3 or not victims:
+        if sum(not peer.frozen for peer in living) < 3 or not victims:
             return
         victim = self._chance.choice(victims)
         if self._chance.random() < 0.5:

@@ -244,7 +244,7 @@ def _native(values: Values) -> None:
 
 
 def needless(arguments: Any) -> list[str]:
-    """Names of arguments (:class:`.Arguments`, resolved) that were given and change nothing with this engine."""
+    """Names of arguments (:class:`.Arguments`, resolved) that were given and average nothing with this engine."""
     if arguments.engine != "native" or arguments.use_local_updates:
         return []
     names = [name for name in _NEEDLESS if getattr(arguments, name)]

@@ -56,9 +56,10 @@ class Member:
             self.heard, certificate=certificate, introduce=self._introduce, stream=self._stream, detect_s=3.0
         )
         port = self.links.listen()
+        self._unheard = socket.socket()
         if not dialled:  # a router before it drops, or refuses, what comes to another port than libp2p's
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                port = int(server.getsockname()[1])
+            self._unheard.bind(("127.0.0.1", 0))
+            port = int(self._unheard.getsockname()[1])
         self.introductions = Introductions(
             self.network.dht, "run", self.links, fingerprint=certificate.fingerprint, port=port, timeout_s=5.0
         )
@@ -78,6 +79,7 @@ class Member:
         self.links.close()
         self.introductions.close()
         self.network.shutdown()
+        self._unheard.close()
 
 
 @pytest.fixture

@@ -30,6 +30,9 @@ class Town:
         self.certificates: dict[str, Certificate | None] = {}
         #: nothing but libp2p gets through between these
         self.behind_routers: set[str] = set()
+        #: nobody listens there, and nobody else will
+        self._closed_port = socket.socket()
+        self._closed_port.bind(("127.0.0.1", 0))
 
     def add(self, name: str, sink: Sink, *, listens: bool = True, carries: bool = False) -> Links:
         """A peer that can reach all others, and listens, or (as a client) cannot be dialled.
@@ -43,7 +46,7 @@ class Town:
                 raise ConnectionRefusedError(peer)
             shown, endpoints = self.certificates[peer], ()
             if {peer, name} <= self.behind_routers:
-                endpoints = () if dials else (("127.0.0.1", _closed_port()),)
+                endpoints = () if dials else (self._closed_port.getsockname(),)
             elif peer in self.ports and not dials:
                 endpoints = (("127.0.0.1", self.ports[peer]),)
             else:
@@ -69,9 +72,4 @@ class Town:
     def close(self) -> None:
         for links in self.links.values():
             links.close()
-
-
-def _closed_port() -> int:
-    """Where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+        self._closed_port.close()

@@ -1,7 +1,7 @@
 """libp2p streams as plain sockets: the last way to a peer that only its libp2p daemon gets through to.
 
-The daemon dials through routers (hole punching, relays, the one port that somebody has forwarded); what it carries
-between two peers comes out of a unix socket at either end. The protocol is that of go-libp2p-daemon
+The daemon gets through routers (by hole punching, or the one port that somebody has forwarded); what it carries between
+two peers comes out of a unix socket at either end. The protocol is that of go-libp2p-daemon
 (https://github.com/libp2p/go-libp2p-daemon/blob/master/specs/CONTROL.md): messages after a varint of their length, then
 the stream's bytes. hivemind's own client does the same for asyncio only.
 """

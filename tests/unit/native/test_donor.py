@@ -219,6 +219,24 @@ def test_a_range_that_is_asked_for_while_a_third_copy_is_made_ends_nothing(
     assert giver.answers(8)[7][:2] == ("first", SECOND), "its thread lives"
 
 
+def test_who_asks_again_while_its_copy_is_made_gets_that_copy(give: Give) -> None:
+    """A copy may take longer than a question is waited for; the next copy would, too."""
+    giver, copying, go_on = give(snapshot(1), snapshot(2)), threading.Event(), threading.Event()
+    plain = giver._copy
+
+    def slow(known: Snapshot | None) -> Snapshot | None:
+        copying.set()
+        assert go_on.wait(10)
+        return plain(known)
+
+    giver.donor._make_copy = slow
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    assert copying.wait(10)
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    go_on.set()
+    assert giver.answers(1) == [("joiner", FIRST, 0, snapshot(1).description)]
+
+
 def test_done_is_said_of_one_download(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said on an old connection, it may come after the next download has begun on a new one."""
     giver, copying, go_on = give(snapshot(1)), threading.Event(), threading.Event()

@@ -157,10 +157,9 @@ def test_what_the_daemon_brings_is_taken_and_garbage_is_not(
 
 
 def test_afterwards_nobody_comes_any_more(folder: Path, daemon: Daemon, streams: RawStreams) -> None:
-    (thread,) = (one for one in threading.enumerate() if one.name == "accepts streams")
     streams.close()
     streams.close()
-    wait_for(lambda: not thread.is_alive(), "its thread has ended")
+    wait_for(lambda: "accepts streams" not in {one.name for one in threading.enumerate()}, "its thread has ended")
     assert not (folder / "streams.sock").exists()
     assert daemon.requests[-1].type == p2pd_pb2.Request.REMOVE_STREAM_HANDLER
 

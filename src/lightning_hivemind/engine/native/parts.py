@@ -93,8 +93,7 @@ def build(
     """
     if names := needless(arguments):
         log.info(
-            '%s: without effect with engine="native": after every step all peers are equal to the last bit, and no'
-            " state is averaged",
+            '%s: no state is averaged with engine="native", as after every step all peers are equal to the last bit',
             ", ".join(names),
         )
     layout = Layout(gradients.elements)

@@ -70,6 +70,8 @@ class Donor:
         """A question has arrived."""
         with self._changed:
             if isinstance(question, WantsDescription):
+                if self._copying.get(peer) == download:
+                    return  # it asks again, for the copy that is being made
                 self._forget(peer)
                 self._waiting[peer] = download
                 return

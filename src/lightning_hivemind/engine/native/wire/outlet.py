@@ -83,9 +83,8 @@ class Outlet:
 
     def _pump(self, sock: socket.socket) -> None:
         """Send until the connection breaks, or there is a better way than the one it was made by."""
-        way = self.reach.way
         try:
-            while not self.reach.closed and self.reach.way is way:
+            while not self.reach.closed and not self.reach.improved:
                 for piece in pieces(*(self._next() or (Header(kind=Kind.PING), ()))):
                     while (message := self._message()) is not None:
                         write(sock, *message)

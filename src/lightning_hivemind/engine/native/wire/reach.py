@@ -67,8 +67,9 @@ class Reach:
         #: that leads to the peer, or is to be tried next
         self.way = way
         self._ways = [Way.DIAL, *[Way.INVITE] * listens, *[Way.STREAM] * (stream is not None)]
-        #: what was connected last, and where that was if it was dialled
+        #: what was connected last, by which way, and where that was if it was dialled
         self.sock: socket.socket | None = None
+        self._made_by = way
         self._endpoint: Endpoint | None = None
         self._connected_at, self._broken = -float("inf"), 0
         self._changed = threading.Condition()
@@ -85,31 +86,32 @@ class Reach:
             raise Gone("its connections end as soon as they are made")
         untried = set(self._ways)
         while True:
-            answered = False
+            answered, way = False, self.way
             try:
                 if self._is_gone():
                     raise ConnectionRefusedError
                 with self._may_be_dialled():
-                    introduction = self._introduce(self.peer, self.way is Way.INVITE)
+                    introduction = self._introduce(self.peer, way is Way.INVITE)
                     answered = True
-                    untried.discard(self.way)
-                    sock = self._go(introduction, self._patience_s / 2)
+                    untried.discard(way)
+                    sock = self._go(way, introduction, self._patience_s / 2)
                 break
             except (OSError, LightningHivemindError) as error:
                 if isinstance(error, ConnectionRefusedError) and self._endpoint is not None:
                     raise Gone("its process has ended: nobody listens at its address") from None
                 another = answered and self._endpoint is None  # it lives, and this is not the way to it
                 if another:
-                    self.way = self._ways[(self._ways.index(self.way) + 1) % len(self._ways)]
+                    self.way = self._ways[(self._ways.index(way) + 1) % len(self._ways)]
                 late = time.monotonic() + RETRY_S >= start + self._patience_s
                 if self._closed.is_set() or (late and not (another and untried)):
                     raise Gone(f"cannot be reached: {why(error)}") from error
                 self._closed.wait(RETRY_S)
         with self._changed:
             self.sock, self._connected_at = sock, time.monotonic()
+            self.way = self._made_by = way
             if self._closed.is_set():
                 close(sock)
-        if self.way is Way.STREAM:
+        if way is Way.STREAM:
             threading.Thread(target=self._improve, args=(sock,), name=f"dials {self.peer[-6:]}", daemon=True).start()
         return sock
 
@@ -124,6 +126,11 @@ class Reach:
                 close(unused)
 
     @property
+    def improved(self) -> bool:
+        """There is a better way now than the one by which the last connection was made."""
+        return self.way is not self._made_by
+
+    @property
     def closed(self) -> bool:
         return self._closed.is_set()
 
@@ -135,8 +142,8 @@ class Reach:
 
     # ------------------------------------------------------------------ one attempt
 
-    def _go(self, introduction: Introduction, timeout_s: float) -> socket.socket:
-        if self.way is Way.STREAM:
+    def _go(self, way: Way, introduction: Introduction, timeout_s: float) -> socket.socket:
+        if way is Way.STREAM:
             return self._carried(introduction, 2 * timeout_s)
         if not introduction.endpoints:
             return self._await(timeout_s)
@@ -205,7 +212,9 @@ class Reach:
         while not self._closed.wait(IMPROVE_S) and self.sock is carried:
             for way in self._ways[:-1]:
                 if self._leads(way):
-                    self.way = way
+                    with self._changed:
+                        if self.sock is carried:
+                            self.way = way
                     return
 
     def _leads(self, way: Way) -> bool:
