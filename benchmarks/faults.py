@@ -94,10 +94,7 @@ def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
 def slow(seconds: float) -> tuple[float, float, bool]:
     """Steps per second of two peers alone, and beside a slow one; whether that one is in step at the end."""
     with Herd() as herd:
-        for _ in range(2):
-            herd.start(BATCH_S)
-        for peer in list(herd.living):
-            herd.await_steps(peer, 10)
+        herd.gather(2, BATCH_S)
         rates = []
         late = None
         for joins in (False, True):
@@ -124,10 +121,7 @@ def slow(seconds: float) -> tuple[float, float, bool]:
 def busy(rounds: int) -> tuple[int, int, int]:
     """Steps, those not with all three, and states taken, while others keep all cores busy."""
     with Herd() as herd:
-        for _ in range(3):
-            herd.start(BATCH_S)
-        for peer in list(herd.living):
-            herd.await_steps(peer, 10)
+        herd.gather(3, BATCH_S)
         with burning(2 * (os.cpu_count() or 1)):
             herd.watch(USUAL_S)
             first = max(herd.steps(peer)[-1]["epoch"] for peer in herd.living)
@@ -167,10 +161,7 @@ def main() -> int:
     options = parser.parse_args()
     chance = random.Random(options.seed)
     with Herd() as herd:
-        for _ in range(3):
-            herd.start(BATCH_S)
-        for peer in list(herd.living):
-            herd.await_steps(peer, 10)
+        herd.gather(3, BATCH_S)
         kills = [killed(herd, chance) for _ in range(options.times)]
         freezes = [frozen(herd, chance) for _ in range(options.times)]
         herd.end()

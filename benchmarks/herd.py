@@ -18,6 +18,7 @@ from bench_spec import json_lines
 #: all have to come back at the end within so long
 END_S = 60.0
 START_S = 60.0
+WARM_STEPS = 10
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,6 +65,13 @@ class Herd:
             process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
         self.living.append(Peer(name=name, process=process, born=time.monotonic()))
         return self.living[-1]
+
+    def gather(self, count: int, batch_s: float) -> None:
+        """So many more peers, each of which has trained for a while."""
+        for _ in range(count):
+            self.start(batch_s)
+        for peer in list(self.living):
+            self.await_steps(peer, WARM_STEPS)
 
     def check(self) -> None:
         """Raises RuntimeError if a peer has ended by itself."""

@@ -61,6 +61,18 @@ class Giver:
         assert all(header.kind is Kind.STATE and header.length == len(data) for _, header, data in self.sent)
         return [(peer, header.round, header.chunk, data) for peer, header, data in self.sent]
 
+    def hold(self) -> tuple[threading.Event, threading.Event]:
+        """From now on a copy takes until the second of these is set; the first says that it has begun."""
+        copying, go_on = threading.Event(), threading.Event()
+
+        def slow(known: Snapshot | None) -> Snapshot | None:
+            copying.set()
+            assert go_on.wait(10)
+            return self._copy(known)
+
+        self.donor._make_copy = slow
+        return copying, go_on
+
 
 Give = Callable[..., Giver]
 
@@ -140,24 +152,16 @@ def test_a_copy_that_nobody_asks_for_is_dropped(give: Give, monkeypatch: pytest.
 
 
 def test_of_two_downloads_of_one_peer_the_later_is_answered(give: Give) -> None:
-    giver, copying, go_on = give(snapshot(1)), threading.Event(), threading.Event()
-    plain = giver._copy
-
-    def slow(known: Snapshot | None) -> Snapshot | None:
-        copying.set()
-        go_on.wait(10)
-        return plain(known)
-
-    donor = Donor(giver._send, slow)
-    donor.asked("another", FIRST, WantsDescription())
+    giver = give(snapshot(1))
+    copying, go_on = giver.hold()
+    giver.donor.asked("another", FIRST, WantsDescription())
     assert copying.wait(10)
-    donor.asked("joiner", FIRST, WantsDescription())
-    donor.asked("joiner", SECOND, WantsDescription())
-    donor.asked("gone", FIRST, WantsDescription())
-    donor.lost("gone")
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.donor.asked("joiner", SECOND, WantsDescription())
+    giver.donor.asked("gone", FIRST, WantsDescription())
+    giver.donor.lost("gone")
     go_on.set()
     assert [answer[:2] for answer in giver.answers(2)] == [("another", FIRST), ("joiner", SECOND)]
-    donor.stop()
 
 
 def test_who_joins_next_does_not_end_the_download_of_another(give: Give) -> None:
@@ -221,15 +225,8 @@ def test_a_range_that_is_asked_for_while_a_third_copy_is_made_ends_nothing(
 
 def test_who_asks_again_while_its_copy_is_made_gets_that_copy(give: Give) -> None:
     """A copy may take longer than a question is waited for; the next copy would, too."""
-    giver, copying, go_on = give(snapshot(1), snapshot(2)), threading.Event(), threading.Event()
-    plain = giver._copy
-
-    def slow(known: Snapshot | None) -> Snapshot | None:
-        copying.set()
-        assert go_on.wait(10)
-        return plain(known)
-
-    giver.donor._make_copy = slow
+    giver = give(snapshot(1), snapshot(2))
+    copying, go_on = giver.hold()
     giver.donor.asked("joiner", FIRST, WantsDescription())
     assert copying.wait(10)
     giver.donor.asked("joiner", FIRST, WantsDescription())
@@ -239,15 +236,8 @@ def test_who_asks_again_while_its_copy_is_made_gets_that_copy(give: Give) -> Non
 
 def test_done_is_said_of_one_download(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said on an old connection, it may come after the next download has begun on a new one."""
-    giver, copying, go_on = give(snapshot(1)), threading.Event(), threading.Event()
-    plain = giver._copy
-
-    def slow(known: Snapshot | None) -> Snapshot | None:
-        copying.set()
-        assert go_on.wait(10)
-        return plain(known)
-
-    giver.donor._make_copy = slow
+    giver = give(snapshot(1))
+    copying, go_on = giver.hold()
     giver.donor.asked("another", FIRST, WantsDescription())
     assert copying.wait(10)
     giver.donor.asked("another", FIRST, Done())  # while its copy is made
