@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 SETUP = $(PYTHON) scripts/setup_env.py --venv $(VENV)
 # Several peers share this machine's cores: one thread each is faster than all fighting for all.
-# Swarm tests wait for one another's peers most of the time: one more than there are cores.
-WORKERS ?= 3
+# Swarm tests wait for one another's peers most of the time: two more than there are cores.
+WORKERS ?= 4
 SEEDS ?= 0:10000
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 CODE = $(wildcard src tests examples benchmarks scripts docs)
