@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from bench_plan import NATIVE_FLOAT16
 from bench_spec import TurnSpec
 from bench_stats import NOTHING, markdown_table, number, summary
-from bench_tables import NATIVE_FLOAT16
 from bench_turn import Turn
 from lightning_hivemind.simulation.forecast import Forecast, forecast
 from lightning_hivemind.simulation.scenario import Scenario

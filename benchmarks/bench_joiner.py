@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 
+from bench_plan import NATIVE
 from bench_spec import TurnSpec, json_lines
 from bench_stats import FLOAT32_BYTES, markdown_table, summary
-from bench_tables import NATIVE
 from bench_turn import STARTER, start_all, start_peer, stop_all
 
 BEFORE = 8  # steps of those that are there, before the joiner starts

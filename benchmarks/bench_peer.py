@@ -79,11 +79,10 @@ class Meter:
         self._samples += self._spec.batch_samples
         if epoch == self._epoch:
             return
-        mark: dict[str, float] = {"time": time.time(), "epoch": epoch, "samples": self._samples}
+        sent = sent_bytes("line" if self._spec.uplink_mbit_s else "lo")
+        mark: dict[str, float] = {"time": time.time(), "epoch": epoch, "samples": self._samples, "sent": sent}
         if wait_s is not None:
             mark["wait_s"] = wait_s
-        if self._spec.uplink_mbit_s:
-            mark["sent"] = sent_bytes()
         self._marks.write(json.dumps(mark) + "\n")
         self._epoch, self._samples = epoch, 0
         self._count += 1
@@ -108,7 +107,7 @@ class Meter:
     def _met(self) -> bool:
         """Whether there was a round with all peers: a cold start is not what is measured."""
         outcomes = outcomes_of(self._spec, self._folder, self._index)
-        return self._spec.kind == "ddp" or any(one["contributors"] == self._spec.peers for one in outcomes)
+        return not self._spec.swarm or any(one["contributors"] == self._spec.peers for one in outcomes)
 
     def _touch(self, what: str) -> None:
         (self._folder / f"{what}-{self._index}").touch()
@@ -170,13 +169,13 @@ class DdpMeterCallback(MeterCallback):
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 
 
-def sent_bytes() -> int:
-    """What has left this process's network so far. (TCP's and IP's headers count once for what is sent at once.)"""
+def sent_bytes(name: str) -> int:
+    """What has left through an interface so far. (TCP's and IP's headers count once for what is sent at once.)"""
     for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
         interface, _, counters = line.partition(":")
-        if interface.strip() == "line":
+        if interface.strip() == name:
             return int(counters.split()[8])
-    raise RuntimeError("this process has no line of its own")
+    raise RuntimeError(f"there is no interface {name}")
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
@@ -208,7 +207,7 @@ def fit(spec: TurnSpec, strategy: Any, callback: L.Callback) -> None:
         strategy=strategy,
         devices=spec.peers if spec.kind == "ddp" else 1,
         accelerator="cpu",
-        accumulate_grad_batches=spec.batches if spec.kind == "ddp" else 1,
+        accumulate_grad_batches=1 if spec.swarm else spec.batches,
         max_epochs=1,
         callbacks=[callback],
         logger=False,
@@ -243,8 +242,12 @@ def train_ddp(spec: TurnSpec, folder: Path, index: int, meter: Meter) -> None:
     fit(spec, DDPStrategy(process_group_backend="gloo"), callback)
 
 
-def observe_rounds(path: Path) -> None:
-    """Let every averager that is made from now on say how its rounds of gradients ended; nothing else changes."""
+def train_alone(spec: TurnSpec, folder: Path, index: int, meter: Meter) -> None:
+    fit(spec, "auto", MeterCallback(meter, lambda trainer: int(trainer.global_step), lambda: None))
+
+
+def observe_rounds(path: Path, averager: str) -> None:
+    """Let every ``"grad_averager"`` or ``"state_averager"`` made from now on say how its rounds ended."""
     from hivemind.averaging import DecentralizedAverager
 
     from lightning_hivemind.engine.stock.averagers import received_share
@@ -254,7 +257,7 @@ def observe_rounds(path: Path) -> None:
     async def observed(self: Any, tensors: Any, group_info: Any, group_id: Any = None, **kwargs: Any) -> None:
         future = self._running_groups[group_info.group_id if group_id is None else group_id]
         await original(self, tensors, group_info, group_id=group_id, **kwargs)
-        if self.prefix.endswith("grad_averager"):
+        if self.prefix.endswith(averager):
             outcome = {
                 "time": time.time(),
                 "contributors": len(group_info.peer_ids),
@@ -270,8 +273,9 @@ def train_stock(spec: TurnSpec, folder: Path, index: int, meter: Meter) -> None:
     import hivemind
     from hivemind.optim.grad_averager import GradientAverager
 
-    observe_rounds(folder / f"outcomes-{index}.jsonl")
     options = dict(spec.options)
+    averager = "state_averager" if options.get("use_local_updates") else "grad_averager"
+    observe_rounds(folder / f"outcomes-{index}.jsonl", averager)
     if "target_group_size" in options:  # averager_opts reach only the averager of the state
         size = {"target_group_size": options.pop("target_group_size")}
         options.update(averager_opts=size, grad_averager_factory=partial(GradientAverager, **size))
@@ -302,5 +306,5 @@ def main(folder: Path, index: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     spec = TurnSpec.load(folder / "spec.json")
-    kinds = {"ours": train_ours, "ddp": train_ddp, "stock": train_stock}
+    kinds = {"ours": train_ours, "ddp": train_ddp, "alone": train_alone, "stock": train_stock}
     kinds[spec.kind](spec, folder, index, Meter(folder, index, spec))

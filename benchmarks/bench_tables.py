@@ -1,12 +1,12 @@
-"""What is run, and the three tables that it is shown in."""
+"""The three tables of the benchmark."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
-from bench_spec import TurnSpec
+from bench_plan import ALONE, CONTENDERS, DDP, OURS, STOCK, STOCK_SIZED
+from bench_spec import Case
 from bench_stats import (
     NOTHING,
     marginal_megabytes_per_s,
@@ -20,97 +20,42 @@ from bench_stats import (
 )
 from bench_turn import Turn
 
-OURS, DDP, STOCK = "ours", "DDP over gloo", "stock hivemind, defaults"
-STOCK_SIZED = "stock hivemind, target_group_size given"
-OURS_FLOAT16, OURS_8BIT = "ours, Float16", "ours, Uniform8Bit"
-NATIVE, NATIVE_FLOAT16, NATIVE_8BIT = "native", "native, Float16", "native, Uniform8Bit"
-NATIVE_CLEAR = "native, insecure_lan"
-AVERAGING = [NATIVE, NATIVE_CLEAR, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_FLOAT16, OURS_8BIT, DDP]
-Case = tuple[int, int]
+STEPS_CAPTION = """## Seconds per global step
 
+A model of ten parameters; each peer gives four batches, so a step *computes* for four times what a batch takes; the
+target is the same for all. The measurement begins once all peers have met in a round, or after 20 s. *s per step*: time
+of the window per epoch of peer 0, whoever made it. *s per whole step*: time of the window per whole round of peer 0, in
+which the gradients of all peers were averaged completely (with local updates: their parameters); epochs that a peer
+makes alone or downloads are quick and worth little. Ratios are of whole steps; *over compute*: of what a whole step
+takes longer than its computation. *wait*: how long training of peer 0 stood still for one round. *samples*: that peer 0
+gave to a step, 16 being its share; more means that the target was noticed late. *CPU*: seconds of all processes of all
+peers, daemons included."""
 
-def step_specs(peers: int) -> list[TurnSpec]:
-    """The shortest global step: a model of ten parameters, each peer gives four batches of 25 ms."""
-    ours = TurnSpec(contender=OURS, kind="ours", peers=peers, steps=16, window_s=12.0)
-    return [
-        ours,
-        native(ours, NATIVE),
-        replace(ours, contender=DDP, kind="ddp"),
-        replace(ours, contender=STOCK_SIZED, kind="stock", options={"target_group_size": peers}, once=True),
-        replace(ours, contender=STOCK, kind="stock", warm=1, once=True),
-    ]
+AVERAGING_CAPTION = """## Averaging
 
+Square linear layers of a million weights, two batches of 0.1 s in a step, no averaging of the state. *added*: seconds
+of a step (all of them, not only the whole ones) beyond those of as many processes that do the same and average
+nothing, in the same repeat; everything that averaging costs is in it. *MB/s*: bytes of one float32 gradient, whatever
+the codec sends, by what was added. *CPU added*: likewise, processor seconds of all processes of all peers. *MB sent*:
+per peer and step, everything that went through loopback: TLS, TCP and the DHT included. *ideal*: 2(n-1)/n times the
+encoded gradient."""
 
-def averaging_specs(millions: int, peers: int = 2) -> list[TurnSpec]:
-    """Averaging gradients only: the state is not averaged in these turns."""
-    ours = TurnSpec(
-        contender=OURS,
-        kind="ours",
-        peers=peers,
-        layers=millions,
-        batches=2,
-        batch_s=0.1,
-        options={"average_state_every": 10**6},
-        steps=6,
-        window_s=12.0,
-    )
-    return [
-        ours,
-        replace(ours, contender=DDP, kind="ddp", options={}),
-        replace(ours, contender=OURS_FLOAT16, codec="Float16Compression"),
-        replace(ours, contender=OURS_8BIT, codec="Uniform8BitQuantization"),
-        native(ours, NATIVE),
-        native(ours, NATIVE_CLEAR, insecure_lan=True),
-        native(ours, NATIVE_FLOAT16, codec="Float16Compression"),
-        native(ours, NATIVE_8BIT, codec="Uniform8BitQuantization"),
-    ]
+RELIABILITY_CAPTION = """## Reliability
 
-
-def native(spec: TurnSpec, contender: str, codec: str = "", **options: Any) -> TurnSpec:
-    """The same with ``engine="native"``."""
-    return replace(spec, contender=contender, codec=codec, options={**spec.options, "engine": "native", **options})
-
-
-def full_plan() -> list[list[TurnSpec]]:
-    return [step_specs(2), step_specs(3), averaging_specs(5), averaging_specs(25)]
-
-
-def quick_plan() -> list[list[TurnSpec]]:
-    """Enough to see that everything runs; not enough to quote."""
-    steps = [replace(spec, steps=8, window_s=6.0) for spec in step_specs(2) if spec.contender != STOCK]
-    averaging = [replace(spec, steps=4) for spec in averaging_specs(5)]
-    return [steps, averaging]
+Every peer's steps in all turns of the tables above, from its first one on, also before the measurement began. A step
+that hung until the end of the turn is not counted. *whole*: all peers were in the round and every value arrived.
+*values*: least share of the values that arrived in a round with others. For stock hivemind this was read off its
+averagers, which do not report it."""
 
 
 def all_tables(turns: Sequence[Turn]) -> str:
-    """The three tables with their captions, as Markdown; without the first if no step of its was measured."""
-    tiny = [turn for turn in turns if not turn.spec.layers]
-    steps = [
-        "## Seconds per global step\n\n"
-        "A model of ten parameters; each peer gives four batches, and a batch takes 25 ms, so a step takes at least"
-        " 0.1 s; the target is the same for all. The measurement begins once all peers have met in a round, or after"
-        " 20 s. *s per step*: time of the window per epoch of peer 0, whoever made it. *s per whole step*: time of the"
-        " window per whole round of peer 0, in which the gradients of all peers were averaged completely; epochs that"
-        " a peer makes alone or downloads are quick and worth little. Ratios are of whole steps. *wait*: how long"
-        " training of peer 0 stood still for one round. *samples*: that peer 0 gave to a step, 16 being its share; more"
-        " means that the target was noticed late. *CPU*: seconds of all processes of all peers, daemons included.",
-        _step_table(tiny),
-    ]
+    """The tables with their captions, as Markdown; none of what was not run."""
+    tiny, large = [turn for turn in turns if not turn.spec.layers], [turn for turn in turns if turn.spec.layers]
     parts = [
-        *(steps if tiny else []),
-        "## Averaging\n\n"
-        "Square linear layers of a million weights, batches of 0.1 s, no averaging of the state. *round*:"
-        " how long training stood still for it, median (range) over rounds and peers: looking around, matchmaking,"
-        " exchange and optimizer step; for DDP from the first bucket's start to the last one's end, which overlaps with"
-        " the backward pass. *MB/s*: bytes of one float32 gradient, whatever the codec sends, by the median round.",
-        _averaging_table([turn for turn in turns if turn.spec.layers]),
-        _marginal(turns),
-        "## Reliability\n\n"
-        "Every peer's steps in all turns of the tables above, from its first one on, also before the measurement began."
-        " A step that hung until the end of the turn is not counted. *whole*: all peers were in the round and every"
-        " value arrived. *values*: least share of the values that arrived in a round with others. For stock hivemind"
-        " this was read off its averagers, which do not report it.",
-        _reliability_table([turn for turn in turns if turn.spec.kind != "ddp"]),
+        *((STEPS_CAPTION, _step_table(tiny)) if tiny else ()),
+        *((AVERAGING_CAPTION, _averaging_table(large), _marginal(large)) if large else ()),
+        RELIABILITY_CAPTION,
+        _reliability_table([turn for turn in turns if turn.spec.swarm]),
         _failures(turns),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -118,9 +63,8 @@ def all_tables(turns: Sequence[Turn]) -> str:
 
 def contenders_of(turns: Sequence[Turn]) -> list[tuple[Case, str]]:
     """Every (case, contender), cases ascending, contenders in the order of the plan."""
-    order = [*AVERAGING[:-1], STOCK_SIZED, STOCK, DDP]
     found = {(turn.spec.case, turn.spec.contender) for turn in turns}
-    return sorted(found, key=lambda one: (one[0], order.index(one[1])))
+    return sorted(found, key=lambda one: (one[0].layers, one[0].compute_s, one[0].peers, CONTENDERS.index(one[1])))
 
 
 def _select(turns: Sequence[Turn], case: Case, contender: str) -> list[Turn]:
@@ -135,16 +79,11 @@ def _ratios(turns: Sequence[Turn], case: Case, contender: str, baseline: str, va
 
 
 def _whole_step_s(turn: Turn) -> float:
-    return turn.step_s if turn.spec.kind == "ddp" else turn.whole_step_s  # DDP knows no other steps
+    return turn.whole_step_s if turn.spec.swarm else turn.step_s  # DDP knows no other steps
 
 
-def round_s(turn: Turn) -> float:
-    """Median wait of the turn's rounds, NaN if none was measured."""
-    return summary(one.wait_s for one in turn.all_rounds).median
-
-
-def _rate(turn: Turn) -> float:
-    return megabytes_per_s(turn.spec.parameters, round_s(turn))
+def _over_compute_s(turn: Turn) -> float:
+    return _whole_step_s(turn) - turn.spec.case.compute_s
 
 
 def _step_table(turns: Sequence[Turn]) -> str:
@@ -155,57 +94,77 @@ def _step_table(turns: Sequence[Turn]) -> str:
         rows.append(
             [
                 contender,
-                str(case[1]),
+                str(case.peers),
+                number(case.compute_s),
                 summary(turn.step_s for turn in own).show(),
                 summary(map(_whole_step_s, own)).show(),
                 _ratios(turns, case, contender, DDP, _whole_step_s),
                 _ratios(turns, case, contender, STOCK, _whole_step_s),
+                _ratios(turns, case, contender, STOCK_SIZED, _over_compute_s),
                 summary(one.wait_s for one in first).show(),
                 summary(one.samples for one in first).show(),
                 summary(turn.cpu_s for turn in own).show(),
             ]
         )
-    header = ["contender", "peers", "s per step", "s per whole step", "/ DDP", "/ stock defaults"]
-    header += ["wait, s", "samples", "CPU s per step"]
+    header = ["contender", "peers", "computes, s", "s per step", "s per whole step", "/ DDP", "/ stock defaults"]
+    header += ["over compute / stock with target_group_size", "wait, s", "samples", "CPU s per step"]
     return markdown_table(header, rows)
 
 
+def added_to(turns: Sequence[Turn], value: Callable[[Turn], float]) -> Callable[[Turn], float]:
+    """What a turn's value is above that of the turn without averaging of the same case and repeat; NaN without one."""
+    alone = {(turn.spec.case, turn.repeat): value(turn) for turn in turns if turn.spec.contender == ALONE}
+    return lambda turn: value(turn) - alone.get((turn.spec.case, turn.repeat), math.nan)
+
+
 def _averaging_table(turns: Sequence[Turn]) -> str:
+    added_s, added_cpu_s = added_to(turns, lambda turn: turn.step_s), added_to(turns, lambda turn: turn.cpu_s)
     rows = []
     for case, contender in contenders_of(turns):
         own = _select(turns, case, contender)
+        if contender == ALONE:
+            continue
+        sent = summary(sent for turn in own for sent in turn.sent_bytes)
         rows.append(
             [
                 contender,
-                f"{case[0]}M",
-                str(case[1]),
-                summary(one.wait_s for turn in own for one in turn.all_rounds).show(),
-                summary(map(_rate, own)).show(),
-                _ratios(turns, case, contender, DDP, _rate),
+                f"{case.layers}M",
+                str(case.peers),
                 summary(turn.step_s for turn in own).show(),
-                summary(turn.cpu_s for turn in own).show(),
+                summary(map(added_s, own)).show(),
+                _ratios(turns, case, contender, OURS, added_s),
+                _ratios(turns, case, contender, DDP, added_s),
+                summary(megabytes_per_s(turn.spec.parameters, added_s(turn)) for turn in own).show(),
+                summary(map(added_cpu_s, own)).show(),
+                _ratios(turns, case, contender, OURS, added_cpu_s),
+                number(sent.median / 1e6),
+                number(sent.median / own[0].spec.ideal_bytes),
             ]
         )
-    header = ["contender", "parameters", "peers", "round, s", "MB/s", "MB/s / DDP", "s per step", "CPU s per step"]
+    header = ["contender", "parameters", "peers", "s per step", "added, s", "/ hivemind engine", "/ DDP", "MB/s"]
+    header += ["CPU added, s", "CPU / hivemind engine", "MB sent", "/ ideal"]
     return markdown_table(header, rows)
 
 
 def _marginal(turns: Sequence[Turn]) -> str:
     """One line: the rate without the fixed cost of a round, where two sizes were measured."""
-    sizes = sorted({turn.spec.case for turn in turns if turn.spec.layers and turn.spec.peers == 2})
-    if len(sizes) < 2:
+    cases = sorted({turn.spec.case for turn in turns if turn.spec.peers == 2})
+    if len(cases) < 2:
         return ""
-    small, large = sizes[0], sizes[-1]
+    small, large = cases[0], cases[-1]
+    added_s = added_to(turns, lambda turn: turn.step_s)
     found = []
-    for contender in AVERAGING:
-        both = []
-        for case in (small, large):
-            own = _select(turns, case, contender)
-            both.append(summary(one.wait_s for turn in own for one in turn.all_rounds).median)
-        ends = [(case[0] * 10**6, wait_s) for case, wait_s in zip((small, large), both, strict=True)]
-        rate = marginal_megabytes_per_s(ends[0], ends[1])
-        found.append(f"{contender} {number(rate)}")
-    what = f"Additional bytes from {small[0]}M to {large[0]}M alone, two peers, MB/s of the median rounds"
+    for contender in (one for one in CONTENDERS if one != ALONE):
+        ends = [
+            (case.layers * 10**6, summary(map(added_s, _select(turns, case, contender))).median)
+            for case in (small, large)
+        ]
+        rate = marginal_megabytes_per_s(*ends)
+        if not math.isnan(rate):
+            found.append(f"{contender} {number(rate)}")
+    what = (
+        f"Additional bytes from {small.layers}M to {large.layers}M alone, two peers, MB/s of the median added seconds"
+    )
     return f"{what}: {'; '.join(found)}."
 
 
@@ -214,26 +173,28 @@ def _reliability_table(turns: Sequence[Turn]) -> str:
     for case, contender in contenders_of(turns):
         own = _select(turns, case, contender)
         history = [one for turn in own for peer in turn.history for one in peer]
-        whole, total = whole_share(history, case[1])
+        whole, total = whole_share(history, case.peers)
         together = [one for one in history if one.contributors > 1]
         rows.append(
             [
                 contender,
-                f"{case[0]}M" if case[0] else "10",
-                str(case[1]),
+                f"{case.layers}M" if case.layers else "10",
+                str(case.peers),
+                number(case.compute_s),
                 str(total),
                 str(whole),
                 percent(whole, total),
                 number(min(one.fraction for one in together)) if together else NOTHING,
             ]
         )
-    return markdown_table(["contender", "parameters", "peers", "steps", "whole", "share", "values, least"], rows)
+    header = ["contender", "parameters", "peers", "computes, s", "steps", "whole", "share", "values, least"]
+    return markdown_table(header, rows)
 
 
 def _failures(turns: Sequence[Turn]) -> str:
     lines = [
-        f"- {turn.spec.contender}, {turn.spec.peers} peers, {turn.spec.parameters} parameters, repeat"
-        f" {turn.repeat + 1}: {turn.failure}"
+        f"- {turn.spec.contender}, {turn.spec.peers} peers, {turn.spec.parameters} parameters, steps of"
+        f" {number(turn.spec.case.compute_s)} s, repeat {turn.repeat + 1}: {turn.failure}"
         for turn in turns
         if turn.failure
     ]

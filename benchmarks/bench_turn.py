@@ -43,7 +43,8 @@ class Turn:
         step_s: seconds per global step over the whole window.
         cpu_s: processor seconds of all processes of all peers per global step.
         rounds: of each peer, within the window, which begins and ends with a step of peer 0.
-        sent_bytes: of each peer per global step, where peers have lines of their own.
+        sent_bytes: per peer and global step: of each one where peers have lines of their own, else the mean of all,
+            which is what went through loopback.
         history: the same from the peer's first step to the end of the turn, measured or not.
     """
 
@@ -207,7 +208,7 @@ def stop_all(peers: list[BaseProcess]) -> None:
 
 
 def _read(turn: Turn, folder: Path) -> None:
-    for index in range(turn.spec.peers if turn.spec.kind != "ddp" else 0):
+    for index in range(turn.spec.peers if turn.spec.swarm else 0):
         every = json_lines(folder / f"marks-{index}.jsonl")
         turn.history.append(rounds_of_marks(every, outcomes_of(turn.spec, folder, index)))
     window_path = folder / "window.json"
@@ -223,10 +224,9 @@ def _read(turn: Turn, folder: Path) -> None:
         before = [mark for mark in marks if mark["time"] <= first["time"]][-1:]
         inside = [mark for mark in marks if mark["time"] > first["time"]]
         turn.rounds.append(rounds_of_marks([*before, *inside], outcomes_of(turn.spec, folder, index)))
-        if before and inside and "sent" in before[0]:
-            turn.sent_bytes.append(
-                (inside[-1]["sent"] - before[0]["sent"]) / (inside[-1]["epoch"] - before[0]["epoch"])
-            )
+        if before and inside and (turn.spec.uplink_mbit_s or index == 0):
+            sent = (inside[-1]["sent"] - before[0]["sent"]) / (inside[-1]["epoch"] - before[0]["epoch"])
+            turn.sent_bytes.append(sent if turn.spec.uplink_mbit_s else sent / turn.spec.peers)
 
 
 def _last_line(path: Path) -> str:

@@ -1,6 +1,6 @@
 """The benchmark of the foundation: both engines against DDP over gloo and against hivemind's own Optimizer.
 
-    python benchmarks/run.py            # as many repeats as fit into about ten minutes; writes benchmarks/results/
+    python benchmarks/run.py            # as many repeats as fit into forty minutes; writes benchmarks/results/
     python benchmarks/run.py --quick    # one small repeat in under two minutes; writes nothing
     python benchmarks/run.py --averaging 50,100 --peers 2,4    # large gradients only; writes its own results
     make bench ARGS="--forecast 2,4,8"    # the simulator beside real peers on limited lines (needs root); likewise
@@ -29,13 +29,14 @@ from typing import Any
 from bench_forecast import forecast_specs, forecast_table
 from bench_joiner import Joiner, joiner_table, run_joiner
 from bench_machine import describe_machine
+from bench_plan import averaging_specs, full_plan, quick_plan
 from bench_spec import TurnSpec
 from bench_stats import number, rotated
-from bench_tables import all_tables, averaging_specs, full_plan, quick_plan
+from bench_tables import all_tables
 from bench_turn import Turn, run_turn
 
 RESULTS = Path(__file__).resolve().parent / "results"
-MOST_REPEATS = 5
+MOST_REPEATS = 7
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--joiner", type=numbers, metavar="MILLIONS", help="only this table, of models of these sizes")
     parser.add_argument("--peers", type=numbers, default=[2], help="with --averaging: numbers of peers")
     parser.add_argument(
-        "--minutes", type=float, default=9.5, help="begin no repeat that would probably end later (not --joiner)"
+        "--minutes", type=float, default=40.0, help="begin no repeat that would probably end later (not --joiner)"
     )
     parser.add_argument("--keep", type=Path, help="existing folder in which the files of all processes are kept")
     options = parser.parse_args(arguments)

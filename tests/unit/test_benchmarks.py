@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from bench_spec import TurnSpec, json_lines, outcomes_of
+from bench_plan import (
+    ALONE,
+    DDP,
+    NATIVE,
+    NATIVE_CLEAR,
+    OURS,
+    OURS_8BIT,
+    STOCK,
+    STOCK_SIZED,
+    averaging_specs,
+    full_plan,
+    quick_plan,
+    step_specs,
+)
+from bench_spec import Case, TurnSpec, json_lines, outcomes_of
 from bench_stats import (
     Round,
     marginal_megabytes_per_s,
@@ -27,19 +41,7 @@ from bench_stats import (
     summary,
     whole_share,
 )
-from bench_tables import (
-    AVERAGING,
-    DDP,
-    NATIVE_CLEAR,
-    OURS,
-    OURS_8BIT,
-    STOCK,
-    all_tables,
-    averaging_specs,
-    full_plan,
-    quick_plan,
-    step_specs,
-)
+from bench_tables import all_tables
 from bench_turn import Turn
 
 WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wait_s=0.5)
@@ -142,7 +144,7 @@ class TestRounds:
 class TestTables:
     def test_steps_made_alone_do_not_make_a_whole_step_quicker(self) -> None:
         alone = replace(WHOLE, contributors=1)
-        found = turn(step_specs(2)[0], 0, 0.5, steps=4, rounds=[[WHOLE, alone, alone, alone], [WHOLE] * 4])
+        found = turn(step_specs(2, 0.025)[0], 0, 0.5, steps=4, rounds=[[WHOLE, alone, alone, alone], [WHOLE] * 4])
         assert found.whole_step_s == pytest.approx(2.0)
         assert math.isnan(replace(found, rounds=[[alone], []]).whole_step_s)
 
@@ -153,41 +155,66 @@ class TestTables:
             markdown_table(["who", "n"], [["ours"]])
 
     def test_ratios_shares_and_failures_are_shown(self) -> None:
-        ours, _, ddp, _, stock = step_specs(2)
-        turns = [turn(ours, repeat, 0.3 * (1 + repeat)) for repeat in range(2)]
-        turns += [turn(ddp, repeat, 0.1) for repeat in range(2)]
-        turns += [turn(stock, 0, 3.0), turn(stock, 1, math.nan, cpu_s=math.nan, rounds=[], failure="no step in 20 s")]
+        spec = {one.contender: one for one in step_specs(2, 0.025)}
+        turns = [turn(spec[OURS], repeat, 0.3 * (1 + repeat)) for repeat in range(2)]
+        turns += [turn(spec[DDP], repeat, 0.1) for repeat in range(2)]
+        turns += [turn(spec[STOCK_SIZED], repeat, 0.5) for repeat in range(2)]
+        turns += [turn(spec[STOCK], 0, 3.0)]
+        turns += [turn(spec[STOCK], 1, math.nan, cpu_s=math.nan, rounds=[], failure="no step in 20 s")]
         text = all_tables(turns)
         (row,) = (line for line in text.splitlines() if line.startswith(f"| {OURS} ") and "to 6.00" in line)
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[:6] == [
+        assert cells(row) == [
             OURS,
             "2",
+            "0.100",
             "0.450 (0.300 to 0.600)",
             "0.450 (0.300 to 0.600)",
             "4.50 (3.00 to 6.00)",
             "0.100",
+            "0.875 (0.500 to 1.25)",
+            "0.500 (0.500 to 0.500)",
+            "32.0 (32.0 to 32.0)",
+            "1.00 (1.00 to 1.00)",
         ]
-        assert cells[6:] == ["0.500 (0.500 to 0.500)", "32.0 (32.0 to 32.0)", "1.00 (1.00 to 1.00)"]
-        assert f"- {STOCK}, 2 peers, 10 parameters, repeat 2: no step in 20 s" in text
+        assert f"- {STOCK}, 2 peers, 10 parameters, steps of 0.100 s, repeat 2: no step in 20 s" in text
         reliability = text.split("## Reliability")[1]
         (row,) = (line for line in reliability.splitlines() if line.startswith(f"| {OURS} "))
-        assert [cell.strip() for cell in row.strip("|").split("|")] == [OURS, "10", "2", "8", "6", "75%", "0.500"]
+        assert cells(row) == [OURS, "10", "2", "0.100", "8", "6", "75%", "0.500"]
         assert f"| {DDP}" not in reliability
+        assert "## Averaging" not in text, "none was measured"
+
+    def test_what_averaging_adds_is_told_from_what_the_same_steps_take_without_it(self) -> None:
+        specs = {one.contender: one for one in averaging_specs(5)}
+        turns = [turn(specs[ALONE], repeat, 0.2 + repeat, cpu_s=0.25) for repeat in range(2)]
+        turns += [turn(specs[OURS], repeat, 0.6 + repeat, sent_bytes=[20.2e6]) for repeat in range(2)]
+        turns += [turn(specs[NATIVE], repeat, 0.4 + repeat, cpu_s=0.5, sent_bytes=[20e6]) for repeat in range(2)]
+        text = all_tables(turns).split("## Reliability")[0]
+        rows = {cells(line)[0]: cells(line) for line in text.splitlines() if line.startswith("| ")}
+        assert [cell.split(" ")[0] for cell in rows[NATIVE][4:6]] == ["0.200", "0.500"]
+        assert rows[NATIVE][7].startswith("100"), "20 MB in 0.2 s"
+        assert [cell.split(" ")[0] for cell in rows[NATIVE][8:]] == ["0.250", "0.333", "20.0", "1.00"]
+        assert rows[OURS][-2:] == ["20.2", "1.01"]
+        assert rows[OURS][5] == rows[OURS][9] == "1"
+        assert ALONE not in rows
 
     def test_the_rate_counts_the_bytes_of_the_gradient_whatever_the_codec(self) -> None:
-        specs = [spec for specs in full_plan() for spec in specs if spec.layers and spec.contender in (OURS_8BIT, DDP)]
-        text = all_tables([turn(spec, 0, 1.0) for spec in specs])
+        specs = [spec for specs in full_plan() for spec in specs if spec.contender in (OURS_8BIT, ALONE)]
+        text = all_tables([turn(spec, 0, 0.1 if spec.contender == ALONE else 1.1) for spec in specs])
         rows = [line for line in text.split("## Averaging")[1].splitlines() if line.startswith(f"| {OURS_8BIT} ")]
-        assert [row.split("|")[5].strip() for row in rows[:2]] == ["40.0", "200"]
+        assert [cells(row)[7] for row in rows[:2]] == ["20.0", "100"]
         assert "Seconds per global step" not in text, "none was measured"
 
     def test_large_gradients_are_averaged_by_every_engine_between_any_number_of_peers(self) -> None:
         specs = averaging_specs(50, peers=4)
-        assert {spec.case for spec in specs} == {(50, 4)}
-        assert {spec.contender for spec in specs} == set(AVERAGING)
+        assert {spec.case for spec in specs} == {Case(50, 4, 0.2)}
+        assert {OURS, NATIVE, NATIVE_CLEAR, DDP, ALONE} <= {spec.contender for spec in specs}
         (clear,) = (spec for spec in specs if spec.contender == NATIVE_CLEAR)
         assert clear.options["insecure_lan"]
+        assert clear.ideal_bytes == pytest.approx(1.5 * 50e6 * 4)
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
 
 
 class TestPlans:

@@ -118,6 +118,20 @@ def test_who_would_miss_the_target_with_another_batch_holds() -> None:
     assert now + 0.1 <= one.hold_until(50, now) <= now + 0.1 + 2.0
 
 
+def test_who_once_began_a_batch_too_many_does_not_do_so_for_ever() -> None:
+    """The target is reached when the other's batch ends, but the step then waits for the batch that was begun here."""
+    one, now = Pace(TARGET, longest_s=LONGEST_S), 1000.0
+    for _ in range(4):
+        for end in (0.2, 0.4, 0.6, 0.79):
+            one.begin_batch(now + end - 0.2)
+            one.end_batch(now + end)
+        one.begin_batch(now + 0.79)
+        one.called(now + 0.8)
+        one.end_batch(now + 0.99)
+        one.step(50, now := now + 1.0)
+    assert now + 0.8 <= one.hold_until(50, now + 0.79) <= now + 1.01
+
+
 def test_when_the_target_is_reached_already_nobody_begins_a_batch() -> None:
     one, now = pace(batch_s=2.0, step_s=2.0, others=50)
     assert one.hold_until(TARGET, now) == pytest.approx(now + 2.0)

@@ -1,4 +1,4 @@
-"""When to wait for one another: how long a batch takes here, how long the swarm's steps take, how fast the others are.
+"""When to wait for one another: how long a batch takes here, how long the others need to reach the target.
 
 Peers of like speed keep in step, so that every gradient is of the parameters of its own step: who is about to see the
 target reached does not begin another batch, and who is called in the middle of one is waited for. A peer whose batch
@@ -33,9 +33,10 @@ class Pace:
         self._batch_s: float | None = None
         self._batches: deque[float] = deque(maxlen=REMEMBERED)
         self._calls: deque[float] = deque(maxlen=REMEMBERED)
-        self._step_s: float | None = None
+        self._target_s: float | None = None
         self._others: float | None = None
         self._last_step: float | None = None
+        self._first_call: float | None = None
 
     # ------------------------------------------------------------------ what happens
 
@@ -50,15 +51,21 @@ class Pace:
 
     def called(self, now: float) -> None:
         """A round calls: so long did the others need since the last step, without waiting for this peer."""
+        self._first_call = now if self._first_call is None else self._first_call
         if self._last_step is not None:
             self._calls.append(now - self._last_step)
 
     def step(self, others_samples: int, now: float) -> None:
-        """A step was decided, with so many samples of other peers."""
+        """A step was decided, with so many samples of other peers.
+
+        They are as fast as they were until the target was reached: were the waiting that followed counted, too, then
+        who began a batch too many once, and was waited for, would find the others slow and do so in every step.
+        """
         if self._last_step is not None:
-            self._step_s = _mean(self._step_s, now - self._last_step)
+            reached = now if self._first_call is None else self._first_call  # from then on everybody waits
+            self._target_s = _mean(self._target_s, max(0.0, reached - self._last_step))
             self._others = _mean(self._others, others_samples)
-        self._last_step = now
+        self._last_step, self._first_call = now, None
 
     # ------------------------------------------------------------------ what follows
 
@@ -77,11 +84,11 @@ class Pace:
 
         ``samples`` are this peer's. The others' are guessed from the steps before.
         """
-        batch_s, step_s, others, last = self._batch_s, self._step_s, self._others, self._last_step
-        if batch_s is None or step_s is None or not others or last is None or not step_s or not samples:
+        batch_s, target_s, others, last = self._batch_s, self._target_s, self._others, self._last_step
+        if batch_s is None or not target_s or not others or last is None or not samples:
             return now
-        missing = self._target - samples - others / step_s * (now - last)
-        wait_s = max(0.0, missing) * step_s / others
+        missing = self._target - samples - others / target_s * (now - last)
+        wait_s = max(0.0, missing) * target_s / others
         return now + min(wait_s + batch_s, self._longest_s) if wait_s < batch_s / 2 else now
 
 
