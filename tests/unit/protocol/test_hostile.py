@@ -44,6 +44,7 @@ def test_without_faults_nothing_forks_whatever_the_network_does(seed: int) -> No
     world = Schedule(seed=seed, kinds=(), calm_s=5.0).run()
     assert world.forks == 0
     assert_one_lineage(world)
+    assert {peer.name: peer.dropped for peer in world.living() if peer.dropped} == {}
 
 
 def test_the_schedules_have_every_kind_of_fault() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hivemind.engine.native.protocol.actions import CatchUp
-from lightning_hivemind.engine.native.protocol.lineage import Commit
+from lightning_hivemind.engine.native.protocol.actions import CatchUp, GiveUp
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
     Ask,
@@ -324,3 +324,60 @@ def test_who_has_started_again_in_a_round_says_so_when_it_hears_of_it() -> None:
     table.wait(2.0)
     assert (THIRD, "it has left the round") in table.notes()
     assert [len(table.applied[name]) for name in (FIRST, SECOND)] == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", ["owners", "since", "sender"])
+def test_a_plan_that_cannot_be_one_changes_nothing(wrong: str) -> None:
+    """Fewer owners than chunks, or from somebody else than the coordinator; also as a newer version."""
+    table = three()
+    table.hold = lambda _, __, what: isinstance(what, Data)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    (plan,) = {peer._rounds._member.plan for peer in table.peers.values()}
+    newer = replace(plan, version=plan.version + 1, contributions=plan.contributions[:1])
+    bad = replace(newer, **({wrong: ()} if wrong != "sender" else {}))
+    for receiver in (SECOND, THIRD):
+        sender = FIRST if wrong != "sender" else ({SECOND, THIRD} - {receiver}).pop()
+        table.read(sender, receiver, Begin(plan=bad))
+    table.release()
+    (commit,) = {applied[0] for applied in table.applied.values()}
+    assert commit.samples == 24
+
+
+def test_members_that_have_other_bytes_make_no_step() -> None:
+    table = three()
+    table.hold = lambda sender, _, what: sender == THIRD and isinstance(what, Done)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    ((_, receiver, done),) = table.held
+    assert isinstance(done, Done)
+    table.held.clear()
+    table.hold = lambda *_: False
+    table.read(THIRD, receiver, replace(done, digest=b"x" * 16))
+    table.flow()
+    assert not any(table.applied.values())
+    reasons = [action.reason for _, action in table.done if isinstance(action, GiveUp)]
+    assert len(reasons) == 3, "all give up"
+    table.wait(3.0)
+    assert {len(applied) for applied in table.applied.values()} == {1}
+    assert {applied[0].samples for applied in table.applied.values()} == {24}, "nothing is lost"
+
+
+@pytest.mark.parametrize("silent", [Call, Join, Begin, Done, Committed], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("who", [FIRST, THIRD], ids=["coordinator", "member"])
+def test_a_peer_that_lives_and_says_something_no_more_does_not_stop_the_others(who: str, silent: type) -> None:
+    """Nobody loses its connection: only the limits in time help."""
+    table = three(replace(SETTINGS, matchmaking_s=1.0, stall_s=1.0, round_s=3.0))
+    table.hold = lambda sender, receiver, what: sender == who != receiver and isinstance(what, silent)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    head = Head.root(SETTINGS.run, "a")
+    for _ in range(20):
+        table.wait(1.0)
+        for name, peer in table.peers.items():  # what all publish in the DHT
+            for other in {"a", "b", "c"} - {name}:
+                if not table.applied[other]:
+                    peer.saw(other, Place(head=head, samples=8, stamp=table.now), table.now)
+    others = [name for name in (FIRST, SECOND, THIRD) if name != who]
+    assert all(table.applied[name] for name in others), "no step"
+    assert table.applied[others[0]][0] == table.applied[others[1]][0]

@@ -67,6 +67,10 @@ class Plan:
         given = next((one for one in self.contributions if one.peer == peer), None)
         return offer is not None and peer in self.members and given in (None, offer.contribution)
 
+    def fits(self, chunks: int, sender: PeerId) -> bool:
+        """Whether it can be a plan for a vector of so many chunks, and ``sender`` the one that makes it."""
+        return self.coordinator == sender and len(self.owners) == len(self.since) == chunks
+
     def chunks_of(self, owner: PeerId) -> list[int]:
         return [chunk for chunk, one in enumerate(self.owners) if one == owner]
 

@@ -182,12 +182,14 @@ class Rounds:
 
     def on_begin(self, sender: PeerId, message: Begin, now: float) -> None:
         plan, joined, member = message.plan, self._joined, self.member(message.plan.round)
+        if not plan.fits(self._settings.chunks, sender):
+            return
         if member is not None:
             member.replan(plan, now)
         elif joined is None or joined.round != plan.round or not plan.names(self._me, joined.offer):
             if self._standing.history.of_round(plan.round) is None:
                 self._send(sender, Decline(round=plan.round))
-        elif plan.parent == self._standing.head and len(plan.owners) == self._settings.chunks:
+        elif plan.parent == self._standing.head:
             joined.since = now
             self._member = Member(self._settings, self._me, plan, self._emit, now)
             for chunk, peer in sorted(joined.early):
