@@ -215,6 +215,25 @@ def test_a_stranger_is_shown_out_and_nobody_else_notices(town: City, garbage: by
     assert town.ledgers["second"].losses == []
 
 
+def test_strangers_that_say_nothing_shut_nobody_out(town: City, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one more than there may be, the oldest goes: who is known says so within milliseconds."""
+    monkeypatch.setattr("lightning_hivemind.engine.native.wire.links.STRANGERS", 3)
+    first = town.settle("first")
+    town.settle("second")
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S))
+            for _ in range(4)
+        ]
+        with contextlib.suppress(ConnectionResetError):
+            assert strangers[0].recv(1) == b"", "the oldest has to go"
+        first.send("second", Header(kind=Kind.INPUT, length=2), (b"hi",))
+        wait_for(lambda: town.ledgers["second"].frames, "a frame")
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1)  # there is room for it
+
+
 def test_who_cannot_accept_a_connection_for_a_moment_accepts_the_next(
     town: City, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_hivemind.engine.native.wire.connection import (
     BUFFER_BYTES,
@@ -34,7 +34,7 @@ from lightning_hivemind.errors import LightningHivemindError, WireError
 log = logging.getLogger("lightning_hivemind")
 
 HANDSHAKE_S = 10.0
-#: connections that have not said who they are, at most
+#: connections that have not said who they are, at most: for one more, the oldest goes
 STRANGERS = 64
 ACCEPT_AGAIN_S = 0.5
 
@@ -45,6 +45,7 @@ class _Inlet:
 
     sock: socket.socket
     peer: PeerId | None = None
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,26 +150,27 @@ class Links:
 
     def _take_in(self, inlet: _Inlet) -> None:
         with self._lock:
-            strangers = sum(one.peer is None for one in self._inlets)
-            welcome = strangers < STRANGERS and not self._closed
-            if welcome:
-                self._inlets.add(inlet)
+            if self._closed:
+                close(inlet.sock)
+                return
+            strangers = [one for one in self._inlets if one.peer is None]
+            if len(strangers) >= STRANGERS:  # to say who one is takes milliseconds
+                oldest = min(strangers, key=lambda one: one.since)
+                self._inlets.discard(oldest)
+                wake(oldest.sock)
+            self._inlets.add(inlet)
         try:
-            if welcome:
-                threading.Thread(target=self._receive, args=(inlet,), name="from ?", daemon=True).start()
+            threading.Thread(target=self._receive, args=(inlet,), name="from ?", daemon=True).start()
         except RuntimeError:
             with self._lock:
                 self._inlets.discard(inlet)
-            welcome = False
+            close(inlet.sock)
             raise
-        finally:
-            if not welcome:
-                close(inlet.sock)
 
     def _receive(self, inlet: _Inlet) -> None:
         """A connection that somebody has made."""
         try:
-            inlet.sock = self._handshake(inlet.sock)
+            self._handshake(inlet)
             greeting, peer = self._identify(inlet.sock)
             if self._closed:  # while it was nobody's
                 raise ConnectionAbortedError("closing")
@@ -222,12 +224,14 @@ class Links:
         else:
             self.send(inlet.peer, Header(kind=Kind.PING))  # it connects again, or this finds that it is dead
 
-    def _handshake(self, plain: socket.socket) -> socket.socket:
-        tune(plain, HANDSHAKE_S)
+    def _handshake(self, inlet: _Inlet) -> None:
+        tune(inlet.sock, HANDSHAKE_S)
         if self._certificate is None:
-            return plain
+            return
+        wrap = self._certificate.server.wrap_socket
         try:
-            return self._certificate.server.wrap_socket(plain, server_side=True)
+            inlet.sock = sock = wrap(inlet.sock, server_side=True, do_handshake_on_connect=False)
+            sock.do_handshake()  # not within the call before: whoever ends this connection has to know the socket
         except ssl.SSLEOFError:
             raise ConnectionResetError("closed before the handshake") from None
         except ssl.SSLError as error:
