@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -103,12 +103,12 @@ def count(batches: list[Batch]) -> int:
     return sum(len(batch.indices) for batch in batches)
 
 
-def digest_of(model: torch.nn.Module) -> str:
-    """sha256 of all parameters, bit for bit."""
+def digest_of(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """sha256 of all parameters, or buffers, bit for bit."""
     found = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, tensor in sorted(named):
         found.update(name.encode())
-        found.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -243,7 +243,8 @@ def summary(trainer: Any, strategy: Any, model: Any) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "epoch": epoch,
         "current_epoch": trainer.current_epoch,
-        "digest": digest_of(model),
+        "digest": digest_of(model.named_parameters()),
+        "buffers": digest_of(model.named_buffers()),
         "batches": model.batches_seen,
         "state": str(trainer.state.status.value),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -331,7 +332,7 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
             recorder.write(
                 event,
                 epoch=epoch,
-                digest=digest_of(model),
+                digest=digest_of(model.named_parameters()),
                 samples=[batch.indices for batch in samples],
                 of=[batch.epoch for batch in samples],
                 lost=[batch.indices for batch in lost],
@@ -349,7 +350,7 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
                     epoch=now_at(trainer, strategy),
                     global_step=trainer.global_step,
                     batch=model.batches_seen,
-                    digest=digest_of(model),
+                    digest=digest_of(model.named_parameters()),
                 )
 
         def on_exception(self, trainer: Any, model: Any, exception: BaseException) -> None:

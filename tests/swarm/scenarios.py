@@ -115,7 +115,7 @@ def evaluate(spec: PeerSpec) -> None:
         strategy["strategy"].events.subscribe(lambda event: recorder.write(type(event).__name__))
     (result,) = trainer.test(model, loader, ckpt_path=spec.free["checkpoint"], weights_only=False, verbose=False)
     predictions = trainer.predict(model, loader, ckpt_path=spec.free["checkpoint"], weights_only=False)
-    recorder.write("evaluated", digest=digest_of(model), predictions=len(predictions), **result)
+    recorder.write("evaluated", digest=digest_of(model.named_parameters()), predictions=len(predictions), **result)
 
 
 def handlers(spec: PeerSpec) -> None:

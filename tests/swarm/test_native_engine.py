@@ -32,6 +32,7 @@ def test_peers_are_bit_identical_and_equal_one_process(swarm: Swarm) -> None:
     assert_complete(peers, range(1, steps + 1))
     assert_ledger(peers)
     assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, steps + 1))
+    assert len({peer.wait_for("finished")["buffers"] for peer in peers}) == 1, "BatchNorm's statistics and counter"
 
 
 def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(swarm: Swarm) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native.codecs import Blockwise4Bit, Exact, ScaledFloat16, Uniform8Bit
-from lightning_hivemind.engine.native.codecs.mapping import map_codec
+from lightning_hivemind.engine.native.codecs.mapping import SMALL, map_codec
 from lightning_hivemind.engine.native.codecs.mixed import Mixed, per_chunk
 from lightning_hivemind.errors import ArgumentError
 
@@ -80,6 +80,14 @@ def test_hivemind_s_adaptive_codecs_choose_as_they_do_there() -> None:
         by_place.of_all([1, 2, 3], 3)
 
 
+def test_small_buffers_beside_gradients_go_as_they_are() -> None:
+    """BatchNorm's counters are a thousand times larger than gradients; with local updates all are parameters."""
+    coding = map_codec(theirs.Uniform8BitQuantization(), "x")
+    names = [codec.name for _, codec in coding.of_all([5, SMALL, SMALL + 1, 1], gradients=1)]
+    assert names == ["uniform 8 bit", "exact", "uniform 8 bit", "exact"]
+    assert [codec.name for _, codec in coding.of_all([5, SMALL], gradients=0)] == ["uniform 8 bit"] * 2
+
+
 def test_unlike_choices_have_unlike_names() -> None:
     """The name is what peers compare before they average."""
     less, more = theirs.NoCompression(), theirs.Uniform8BitQuantization()
@@ -100,7 +108,7 @@ def test_what_is_no_gradient_is_sent_whole_where_a_codec_would_leave_something_o
     assert [codec.name for _, codec in coding.of_all([4, 20, 4, 20], 2)] == [
         "float16",
         "top 8 of 256",
-        "float16",
+        "exact",
         "exact",
     ]
 

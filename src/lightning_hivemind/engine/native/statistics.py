@@ -1,6 +1,7 @@
 """What a model carries besides parameters, equal at all peers: BatchNorm's statistics, a user's extra tensors.
 
 Peers average how these have *changed* since the step before, so that what never changes stays as it is to the last bit.
+Counters move by the mean of what the peers have counted, rounded.
 With ``use_local_updates`` the parameters themselves are among them, and moments of the optimizer, if wanted.
 """
 
@@ -8,16 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
 
 #: of a sum over some thousand peers in float32, relative
 ROUNDING = 1e-4
+#: dtypes of counters and indices. Bytes and booleans are masks and quantised weights: large, and training changes none.
+COUNTERS = (torch.int16, torch.int32, torch.int64)
 
 
 class Statistics:
-    """Floating-point ``tensors`` of any shape and device; others (counters, indices) stay each peer's own.
+    """``tensors`` of floating point or :data:`COUNTERS`, of any shape and device; others stay each peer's ``own``.
 
     Args:
         carries: what has changed here since this peer gave its changes to a round is kept over the step; else it is
@@ -32,7 +36,9 @@ class Statistics:
 
     def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False, moments: Sequence[Tensor] = ()) -> None:
         self.carries, self.moments = carries, len(moments)
-        self.tensors = [*(tensor for tensor in tensors if tensor.is_floating_point()), *moments]
+        averaged = [one.is_floating_point() or one.dtype in COUNTERS for one in tensors]
+        self.tensors = [*compress(tensors, averaged), *moments]
+        self.own = [one for one, is_averaged in zip(tensors, averaged, strict=True) if not is_averaged]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
         self._carried = self.elements - sum(tensor.numel() for tensor in moments)
         self.base: list[Tensor] = []
@@ -95,14 +101,17 @@ class Statistics:
     def _changes(self) -> Tensor:
         parts = []
         for tensor, base in zip(self.tensors, self.base, strict=True):
-            change = (tensor.detach().to("cpu", torch.float64) - base.double()).float().flatten()
-            parts.append(torch.where(torch.isfinite(change), change, 0.0))
+            now = tensor.detach().to("cpu")
+            change = now - base if base.dtype in COUNTERS else now.double() - base.double()
+            parts.append(torch.where(torch.isfinite(change), change, 0).float().flatten())
         return torch.cat(parts)
 
 
 def _moved(base: Tensor, change: Tensor) -> Tensor:
     """``base`` itself where nothing has changed."""
     change = change.view_as(base)
+    if base.dtype in COUNTERS:
+        return base + change.round().to(base.dtype)
     return torch.where(change == 0.0, base, (base.double() + change).to(base.dtype))
 
 

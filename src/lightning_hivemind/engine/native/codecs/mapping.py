@@ -23,6 +23,8 @@ _BY_NAME: dict[str, ChunkCodec] = {
     "BFloat16Compression": BFloat16(),
     "Blockwise4BitQuantization": Blockwise4Bit(),
 }
+#: a buffer of no more elements goes as it is: BatchNorm's statistics and counters, which are far larger than gradients
+SMALL = 4096
 _OTHERS = ("TopKCompression", "SizeAdaptiveCompression", "RoleAdaptiveCompression", "PerTensorCompression")
 
 
@@ -42,17 +44,18 @@ class Coding:
         """The numbers of elements, each with its codec.
 
         What is left out of the first ``gradients`` is sent later. The others are how far values are from where they
-        should be: what is left out of that is seen again, and would count twice; so it is sent whole. The last
-        ``moments`` are an optimizer's, and go as they are: beside large second moments small ones would be rounded to
-        zero, which Adam divides by.
+        should be: what is left out of that is seen again, and would count twice; so it is sent whole. Small buffers
+        among them go as they are, and so do the last ``moments``, an optimizer's: beside large values in one block
+        small ones would be rounded to zero, and Adam divides by second moments.
         """
         found: list[tuple[int, ChunkCodec]] = []
         for place, size in enumerate(sizes):
             if place >= len(sizes) - moments:
                 found.append((size, Exact()))
                 continue
-            codec = self.of(place, size)
-            found.append((size, Exact() if codec.leaves_out and place >= gradients else codec))
+            codec, besides = self.of(place, size), place >= gradients
+            as_it_is = besides and (codec.leaves_out or (gradients > 0 and size <= SMALL))
+            found.append((size, Exact() if as_it_is and not isinstance(codec, Exact) else codec))
         return found
 
 
