@@ -231,12 +231,15 @@ def test_a_peer_that_vanishes_costs_the_others_nothing_but_its_samples(runs: lis
     run.contribute({"a": 30, "b": 30, "c": 30})
     run.wait_for_commit(1)
     survivors = [name for name in run.trainees if name != who]
-    run.contribute(dict.fromkeys(run.trainees, 40))
+    given = run.contribute(dict.fromkeys(run.trainees, 40))
     run.drivers[who].stop(5.0)
     run.wait_for_commit(2, survivors)
     first, second = (run.trainees[name] for name in survivors)
     assert first.commits[1] == second.commits[1]
     assert torch.equal(first.averages[1], second.averages[1])
+    counted = {one.peer: one.samples for one in first.commits[1].contributions}
+    expected = mean({name: given[name] for name in counted}, counted)  # in every chunk, or in none
+    assert torch.allclose(first.averages[1].double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_work_that_takes_long_is_not_taken_for_a_process_that_stood_still(runs: list[Run]) -> None:

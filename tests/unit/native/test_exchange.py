@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_hivemind.engine.native.codecs import ChunkCodec, Exact, TopK
+from lightning_hivemind.engine.native.codecs import ChunkCodec, Exact, ScaledFloat16, TopK
 from lightning_hivemind.engine.native.codecs.base import memory_of
-from lightning_hivemind.engine.native.exchange import Exchange
+from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Plan, make_plan
@@ -135,3 +135,37 @@ def test_memory_that_was_given_for_a_plan_is_not_that_of_the_next() -> None:
     room[:] = b"x" * len(room)
     assert not torch.equal(exchange.result[LAYOUT.span(0)], torch.frombuffer(room, dtype=torch.float32))
     assert exchange.room_for_result(0, 0, owner, 4 * 512) is None
+
+
+def test_inputs_that_come_before_the_plan_take_no_more_memory_than_one_gradient() -> None:
+    exchange = Exchange(LAYOUT, [Exact(), Exact()], "a", random(0))
+    rooms = [exchange.room_for_input(chunk, peer, 4 * 512) for peer in "bcdef" for chunk in (0, 1)]
+    assert [room is not None for room in rooms] == [True] * 2 + [False] * 8
+    exchange.begin(plan_of(SAMPLES))
+    chunk = exchange._plan.owners.index("a")  # type: ignore[union-attr]
+    assert exchange.room_for_input(chunk, "b", 4 * 512) is not None
+    assert exchange.room_for_input(chunk, "c", 4 * 512) is None, "it gives nothing in this plan"
+    assert exchange.room_for_input(1 - chunk, "b", 4 * 512) is None, "that is reduced elsewhere"
+
+
+@pytest.mark.parametrize("codec", [Exact(), ScaledFloat16()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_who_gives_a_value_that_is_not_finite_is_named(codec: ChunkCodec, value: float) -> None:
+    plan = plan_of(SAMPLES, reducers="a")
+    gives = {"a": random(0), "b": random(1)}
+    gives["b"][3] = value
+    exchanges = {peer: Exchange(LAYOUT, [codec] * 2, peer, values) for peer, values in gives.items()}
+    with pytest.raises(UnusableInput, match="values that are not finite") as raised:
+        exchange_all(exchanges, plan)
+    assert raised.value.peer == "b"
+
+
+def test_a_sum_that_no_float_can_hold_is_refused() -> None:
+    plan = plan_of({"a": 1, "b": 1}, reducers="a")
+    exchanges = {peer: Exchange(LAYOUT, [Exact()] * 2, peer, torch.full((1024,), 3.4e38)) for peer in "ab"}
+    exchanges["a"].begin(plan)
+    for peer in "ab":
+        exchanges["a"].keep(0, peer, exchanges[peer].input(0))
+    contributions = [replace(one, samples=one.samples * 10**6) for one in plan.contributions]
+    exchanges["a"].reduce(0, contributions)  # a mean of finite values is finite, up to rounding
+    assert bool(torch.isfinite(exchanges["a"].result[SPAN(LAYOUT, 0)]).all())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.native.agreement import digest_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.errors import ArgumentError
@@ -121,12 +122,16 @@ def test_a_step_is_what_plain_torch_makes_of_the_average(trainee: Trainee) -> No
     assert trainee.stepper.head == head(3)
 
 
-def test_the_average_itself_is_not_changed(trainee: Trainee) -> None:
-    (average,) = averages(1, 9)
-    before = average.clone()
-    trainee.step(average, 1)
-    trainee.step(averages(2, 9)[1], 2)
-    assert torch.equal(average, before)
+def test_gradients_take_no_memory_of_their_own_unless_they_are_to_stay_where_they_are() -> None:
+    for keeps in (False, True):
+        one = Trainee()
+        one.stepper._keeps_buffers = keeps
+        one.weight.grad = mine = torch.zeros(2, 2)
+        (average,) = averages(1)
+        one.step(average, 1)
+        assert (one.weight.grad is mine) == keeps
+        assert one.bias.grad is not None
+        assert one.bias.grad.data_ptr() == average[4:].data_ptr(), "there was none"
 
 
 def test_frozen_parameters_stay_and_have_no_gradient(trainee: Trainee) -> None:
@@ -293,7 +298,26 @@ def test_a_donor_in_the_midst_of_a_batch_gives_the_common_statistics() -> None:
 
 def test_peers_that_have_seen_other_batches_are_donors_of_the_same_bytes() -> None:
     """Else a model with BatchNorm is never downloaded from more than one donor."""
-    donors = [Trainee(buffers=[torch.zeros(2), torch.tensor(batches)]) for batches in (3, 4)]
+    donors = [Trainee(buffers=[torch.zeros(2), torch.tensor(0), torch.tensor([mask])]) for mask in (True, False)]
     donors[0].buffers[0] += 1.0
-    joiner = Trainee(seed=5, buffers=[torch.zeros(2), torch.tensor(0)])
+    donors[0].buffers[1] += 1
+    joiner = Trainee(seed=5, buffers=[torch.zeros(2), torch.tensor(0), torch.tensor([True])])
     assert hand_over(donors[0], joiner) == hand_over(donors[1], joiner)
+
+
+def test_what_all_have_in_common_is_compared_to_the_last_bit_and_nothing_else() -> None:
+    """A forward pass of BatchNorm is each peer's own until the next step."""
+    one = Trainee(buffers=[torch.ones(2), torch.tensor(0), torch.tensor([True])])
+    before = digest_of(one.stepper.common)
+    one.buffers[0] += 1.0
+    one.buffers[1] += 1
+    one.buffers[2].fill_(False)
+    assert digest_of(one.stepper.common) == before
+    for tensor in (one.weight, one.frozen, one.stepper.statistics.base[0], one.stepper.statistics.base[1]):
+        kept = tensor.detach().clone()
+        with torch.no_grad():
+            tensor.view(-1)[:1].view(torch.uint8)[0] ^= 1
+        assert digest_of(one.stepper.common) != before
+        with torch.no_grad():
+            tensor.copy_(kept)
+    assert digest_of(one.stepper.common) == before

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -40,6 +39,7 @@ from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
 from lightning_hivemind.engine.native.state.questions import read as read_question
 from lightning_hivemind.engine.native.wakefulness import Wakefulness
+from lightning_hivemind.engine.native.wire.checksum import checksum
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, decode, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -197,7 +197,7 @@ class Driver:
 
     def _is_whole(self, peer: PeerId, header: Header, payload: memoryview) -> bool:
         """Whether these are the bytes that were sent; if not, they will be asked for again."""
-        if not self._out.in_the_clear or zlib.crc32(payload) == header.checksum:
+        if not self._out.in_the_clear or checksum(payload) == header.checksum:
             return True
         log.warning("a chunk of peer %s was damaged on the way (insecure_lan=True), and is asked for again", peer)
         return False
@@ -337,8 +337,8 @@ class Driver:
             self._peer.input_arrived(action.round, action.chunk, self._peer.me, self._now())
             return
         data = exchange.input(action.chunk)
-        checksum = zlib.crc32(data) if self._out.in_the_clear else 0
-        header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data), checksum=checksum)
+        check = checksum(data) if self._out.in_the_clear else 0
+        header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data), checksum=check)
         self._out.send(action.to, header, (data,))
 
     def _reduce(self, action: Reduce) -> None:
@@ -356,18 +356,18 @@ class Driver:
         exchange = self._exchanges.get(action.round)
         if exchange is None:
             return
-        data, checksum = exchange.reduced(action.chunk)
+        data, check = exchange.reduced(action.chunk)
         header = Header(
             kind=Kind.RESULT,
             round=action.round,
             chunk=action.chunk,
             version=action.version,
             length=len(data),
-            checksum=checksum,
+            checksum=check,
         )
         for peer in action.to:
             if peer != self._peer.me:
                 self._out.send(peer, header, (data,))
                 continue
-            digest, now = checksum.to_bytes(4, "big"), self._now()
+            digest, now = check.to_bytes(4, "big"), self._now()
             self._peer.result_arrived(action.round, action.chunk, action.version, digest, peer, now)

@@ -65,6 +65,7 @@ class NativeEngine:
             delayed=bool(arguments.delay_optimizer_step),
             local=local,
             moments=arguments.average_opt_statistics,
+            keeps_buffers=arguments.reuse_grad_buffers,
         )
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
@@ -83,8 +84,8 @@ class NativeEngine:
             memory=self._memory,
         )
         device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
-        every = arguments.average_state_every if arguments.average_state_every > 1 else EVERY
-        self._agreement = Agreement(network.peer_id, kind_of(device), every)
+        every = arguments.average_state_every
+        self._agreement = Agreement(network.peer_id, kind_of(device), every if every > 1 else EVERY)
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None
@@ -292,8 +293,7 @@ class NativeEngine:
     def _owe(self) -> None:
         """The parameters here are not the swarm's: fetch its state, and go on from there."""
         if self._a.auxiliary:  # it has none, and needs none
-            status = self._running().driver.status
-            self._head = status.head or self._head
+            self._head = self._running().driver.status.head or self._head
             self._running().handover.settle(self._head)
             return
         assert self._catching_up is not None
@@ -373,9 +373,8 @@ class NativeEngine:
 
     @property
     def swarm_samples(self) -> int:
-        if self._parts is None:
-            return self.local_samples
-        return max(self.local_samples, self._parts.driver.status.swarm_samples)
+        known = 0 if self._parts is None else self._parts.driver.status.swarm_samples
+        return max(self.local_samples, known)
 
     @property
     def stop_epoch(self) -> int | None:

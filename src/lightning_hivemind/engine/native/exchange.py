@@ -5,7 +5,6 @@ No thread, no socket: the driver calls it, and puts the memory that it names und
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.engine.native.wire.checksum import checksum
 from lightning_hivemind.errors import WireError
 
 
@@ -52,7 +52,9 @@ class Exchange:
         self._given, self.result = given, self._memory.floats(layout.elements)
         self._plan: Plan | None = None
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
-        self._reduced: dict[int, memoryview] = {}
+        #: of inputs that may come before the plan: there is one encoded gradient in all, shared out among the owners
+        self._early_bytes = sum(codec.size_bytes(layout.size(chunk)) for chunk, codec in enumerate(codecs))
+        self._reduced: dict[int, tuple[memoryview, int]] = {}
         #: what codecs have left out of this peer's contribution, and of the averages of chunks that it has reduced
         self._leaves_out = any(codec.leaves_out for codec in codecs)
         self._unsent = self._memory.floats(layout.elements if self._leaves_out else 0).zero_()
@@ -85,7 +87,7 @@ class Exchange:
         """This peer's contribution to a chunk, encoded."""
         assert self._given is not None, "this peer has nothing to give in this round"
         span, codec = self._layout.span(chunk), self._codecs[chunk]
-        data = codec.encode(self._given[span])
+        data = codec.encode(self._given[span], self._memory)
         if codec.leaves_out:
             rest = self._unsent[span]
             codec.decode(data, rest)
@@ -110,6 +112,10 @@ class Exchange:
             return None  # sent again though it was here
         if plan is not None and (plan.owners[chunk] != self._me or peer not in plan.contributors):
             return None
+        if plan is None:
+            self._early_bytes -= length
+            if self._early_bytes < 0:
+                return None  # asked for again, if it is wanted
         return memory_of(self._memory.bytes(length))
 
     def keep(self, chunk: int, peer: PeerId, data: memoryview) -> None:
@@ -119,7 +125,7 @@ class Exchange:
         """Average a chunk over these, weighted by samples, in this order; encode it once.
 
         Raises:
-            UnusableInput: an input holds a value that is not finite. Nothing was changed.
+            UnusableInput: an input holds a value that is not finite, or the sum would. It is not used.
         """
         size, total = self._layout.size(chunk), sum(one.samples for one in contributions)
         target = self.result[self._layout.span(chunk)]
@@ -131,25 +137,33 @@ class Exchange:
                 values = view_of(data, torch.float32)
             else:
                 codec.decode(data, values)
-            if not _finite(values):
-                raise UnusableInput(one.peer, "its gradient has values that are not finite")
             weight = one.samples / total
             if number == 0:
                 torch.mul(values, weight, out=target)
             else:
                 target.add_(values, alpha=weight)
+        if not _finite(target):  # as soon as one input is not, or their sum overflows
+            self._refuse(chunk, contributions)
         average = self._memory.floats(size).copy_(target) if codec.leaves_out else target
-        self._reduced[chunk] = data = codec.encode(target)
+        data = codec.encode(target, self._memory)
+        self._reduced[chunk] = data, checksum(data)
         codec.decode(data, target)  # what the others will have
         if codec.leaves_out:
             self._unsaid[chunk] = average.sub_(target)
 
+    def _refuse(self, chunk: int, contributions: Sequence[Contribution]) -> None:
+        values = torch.empty(self._layout.size(chunk))
+        for one in contributions:
+            self._codecs[chunk].decode(self._inputs[chunk, one.peer], values)
+            if not _finite(values):
+                raise UnusableInput(one.peer, "its gradient has values that are not finite")
+        raise UnusableInput(contributions[-1].peer, "with its gradient the sum is more than float32 can hold")
+
     # ------------------------------------------------------------------ what comes of it
 
     def reduced(self, chunk: int) -> tuple[memoryview, int]:
-        """A chunk that this peer has reduced, encoded, and its CRC-32."""
-        data = self._reduced[chunk]
-        return data, zlib.crc32(data)
+        """A chunk that this peer has reduced, encoded, and its checksum."""
+        return self._reduced[chunk]
 
     def room_for_result(self, chunk: int, version: int, peer: PeerId, length: int) -> memoryview | None:
         """Memory for a reduced chunk: the result's own where the codec allows it; None if it is void.

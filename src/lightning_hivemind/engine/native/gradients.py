@@ -68,14 +68,14 @@ class Gradients:
         self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
         self._lock = threading.Lock()
-        self._sum: BufferSum | InPlaceSum | LocalUpdates
-        if local_step is not None:
-            self._sum = LocalUpdates(local_step)
-        else:
-            self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters)
         self._local = local_step is not None
         sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
         self.whole, self._low_rank = sum(sizes), low_rank
+        self._sum: BufferSum | InPlaceSum | LocalUpdates
+        if local_step is not None:
+            self._sum = LocalUpdates(local_step, self._memory, self.whole)
+        else:
+            self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters, self._memory, self.whole)
         self.sizes = sizes if low_rank is None else low_rank.sizes
         self.elements, self.moments = sum(self.sizes), statistics.moments
         #: what a round has now, and what came back from one
@@ -129,7 +129,7 @@ class Gradients:
     def lent(self) -> Iterator[None]:
         """``param.grad`` is free for an average; afterwards the next sum begins there."""
         with self._lock:
-            self._back = self._all()
+            self._back = self._take_all()
             self._sum.clear()
             self._sum.lent = True
         try:
@@ -158,9 +158,10 @@ class Gradients:
         """
         with self._lock:
             assert self._given is None, "one round at a time"
-            mean, self._number = self._all(), self._number + 1
+            mean, self._number = self._take_all(), self._number + 1
             if mean is None:
                 return None
+            self._back = mean
             values: Tensor | None = mean.values
             if self._low_rank is not None:
                 values = self._low_rank.pack(mean.values, self._number, mean.samples, self._head_epoch)
@@ -170,8 +171,6 @@ class Gradients:
                 given = self._memory.floats(values.numel())
                 values = torch.add(values, self._left_out, alpha=1 / mean.samples, out=given)
             self._back = None
-            if not self._sum.busy:
-                self._sum.clear()
             mean = replace(mean, numbers=mean.numbers | {self._number})
             contribution = Contribution(peer=self._me, number=self._number, samples=mean.samples)
             self._given = (contribution, mean)
@@ -250,8 +249,8 @@ class Gradients:
         """For the next round, with what waits for it already."""
         self._back = mean if self._back is None else self._merged(self._back, mean)
 
-    def _all(self) -> _Mean | None:
-        """What came back from a round, and what was summed since."""
+    def _take_all(self) -> _Mean | None:
+        """What came back from a round, with what was summed since, of which another sum begins."""
         total = self._sum
         if self._local and self._statistics.epoch != self._head_epoch:
             return None  # the step to there is still to be made here: it may have these changes already
@@ -259,11 +258,9 @@ class Gradients:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
             return self._back
-        values = self._memory.floats(self.whole)
-        trained, rest = torch.split(values, [total.elements, self._statistics.elements])
-        total.read(trained)
-        rest.copy_(self._statistics.changes(self._head_epoch))
-        mean = _Mean(values, total.samples, total.epoch)
+        samples, epoch, values = total.samples, total.epoch, total.take()
+        values[total.elements :] = self._statistics.changes(self._head_epoch)
+        mean = _Mean(values, samples, epoch)
         return mean if self._back is None else self._merged(self._back, mean)
 
     def _merged(self, older: _Mean, newer: _Mean) -> _Mean:

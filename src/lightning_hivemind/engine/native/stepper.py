@@ -28,6 +28,7 @@ class Stepper:
         delayed: steps are made in a thread of their own, on copies in host memory.
         local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters,
             and ``moments`` of the optimizer by these names (else they are equal anyway).
+        keeps_buffers: ``param.grad`` stays the same memory (``reuse_grad_buffers``).
 
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
@@ -44,8 +45,9 @@ class Stepper:
         delayed: bool,
         local: bool = False,
         moments: Sequence[str] = (),
+        keeps_buffers: bool = False,
     ) -> None:
-        self._training, self.head, self._local = training, head, local
+        self._training, self.head, self._local, self._keeps_buffers = training, head, local, keeps_buffers
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
@@ -56,7 +58,6 @@ class Stepper:
         averaged = [p for p in self._model if p.requires_grad and local]
         self._moments = Moments(self.optimizer, moments if local else ())
         self.statistics = Statistics([*averaged, *training.state_tensors], carries=local, moments=self._moments.tensors)
-        self._counters = [tensor for tensor in training.state_tensors if not tensor.is_floating_point()]
         #: what is part of a state besides, and travels with it
         self.low_rank: LowRank | None = None
         self.lock = threading.Lock()
@@ -98,6 +99,7 @@ class Stepper:
     def step(self, average: Tensor, head: Head, counted: Tensor | None = None, carried: Tensor | None = None) -> None:
         """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics.
 
+        It is not used any more by anybody else: ``param.grad`` may be a part of it.
         Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`; ``carried``:
         :attr:`.LowRank.carried` after it.
         """
@@ -153,19 +155,19 @@ class Stepper:
                 return None
             if known is not None and known.head == self.head:
                 return known
-            copy = copy_state(self.optimizer, self._shared, self._counters, self.head)
+            copy = copy_state(self.optimizer, self._shared, self.statistics.own, self.head)
         return copy.described()  # which takes as long, and needs no lock
 
     def read(self, data: memoryview) -> Description:
         """What another peer says of its state, once it is known to fit. Raises StateError."""
-        return read_description(data, self.optimizer, self._shared, self._counters)
+        return read_description(data, self.optimizer, self._shared, self.statistics.own)
 
     def adopt(self, description: Description, memory: Tensor) -> None:
         """Put another peer's state, which was checked, into everything."""
         self.settle(wait=True)
         with self.lock:
             rates = [group["lr"] for group in self.optimizer.param_groups]
-            install(description, memory, self.optimizer, self._shared, self._counters)
+            install(description, memory, self.optimizer, self._shared, self.statistics.own)
             self._moments.keep()
             theirs = [group["lr"] for group in self.optimizer.param_groups]
             _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
@@ -216,10 +218,10 @@ class Stepper:
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
             part = part.view_as(parameter)
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
-            else:
+            if self._keeps_buffers and parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad.copy_(part)
+            else:
+                parameter.grad = part.to(parameter.device, parameter.dtype)  # often that memory itself
         return start
 
 

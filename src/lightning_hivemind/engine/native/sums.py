@@ -12,15 +12,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.memory import Memory
+
 
 class BufferSum:
     """Sums into memory of its own: ``param.grad`` is free for the next batch."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor], memory: Memory, whole: int) -> None:
+        self._parameters, self._memory, self._whole = parameters, memory, whole
         self.elements = sum(p.numel() for p in parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
-        self._values = torch.zeros(self.elements, device=device)
+        #: in host memory it is what will be given, and taken from there when it is needed
+        self._values = torch.empty(self.elements, device=device) if device.type != "cpu" else None
         self.samples = self.first = self.epoch = 0
         #: whether a batch is being computed that writes where the sum is; whether an average is there
         self.busy = self.lent = False
@@ -40,6 +43,8 @@ class BufferSum:
         first = not self.samples
         if first:
             self.first, self.epoch = samples, epoch
+        if self._values is None:
+            self._values = self._memory.floats(self._whole)
         for part, parameter in zip(views(self._values, self._parameters), self._parameters, strict=True):
             gradient = dense(parameter)
             if first:
@@ -49,11 +54,19 @@ class BufferSum:
         self.samples += samples
         return 0
 
-    def read(self, out: Tensor) -> None:
-        """The mean over samples into float32 CPU (elements,)."""
-        out.copy_(self._values)
-        if self.samples != self.first:
-            out.mul_(self.first / self.samples)
+    def take(self) -> Tensor:
+        """float32 CPU (whole,) that begins with the mean over samples; another sum begins."""
+        assert self._values is not None, "nothing was added"
+        found, factor = self._values, self.first / self.samples
+        if found.device.type == "cpu":
+            self._values = None
+        else:
+            found = self._memory.floats(self._whole)
+            found[: self.elements].copy_(self._values)
+        if factor != 1.0:
+            found[: self.elements].mul_(factor)
+        self.samples = 0
+        return found
 
     def clear(self) -> None:
         self.samples = 0
@@ -62,8 +75,8 @@ class BufferSum:
 class InPlaceSum:
     """``reuse_grad_buffers``: the backward passes themselves add up in ``param.grad``, which nobody else clears."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor], memory: Memory, whole: int) -> None:
+        self._parameters, self._memory, self._whole = parameters, memory, whole
         self.elements = sum(p.numel() for p in parameters)
         self.samples = self.first = self.epoch = 0
         self.busy = self.lent = self._void = False
@@ -94,13 +107,16 @@ class InPlaceSum:
         self._scale = scale
         return 0
 
-    def read(self, out: Tensor) -> None:
-        for part, parameter in zip(views(out, self._parameters), self._parameters, strict=True):
+    def take(self) -> Tensor:
+        found = self._memory.floats(self._whole)
+        factor = self.first / self.samples / self._scale
+        for part, parameter in zip(views(found, self._parameters), self._parameters, strict=True):
             gradient = dense(parameter)
             part.copy_(gradient) if gradient is not None else part.zero_()
-        factor = self.first / self.samples / self._scale
-        if factor != 1.0:
-            out.mul_(factor)
+            if factor != 1.0:
+                part.mul_(factor)
+        self.clear()
+        return found
 
     def clear(self) -> None:
         self.samples, self._void = 0, self.busy
@@ -116,8 +132,8 @@ class LocalUpdates:
     elements = 0
     busy = lent = False
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
+    def __init__(self, step: Callable[[], None], memory: Memory, whole: int) -> None:
+        self._step, self._memory, self._whole = step, memory, whole
         self.samples = self.first = self.epoch = 0
 
     def weight(self, samples: int) -> float:
@@ -136,8 +152,9 @@ class LocalUpdates:
         self.samples += samples
         return 0
 
-    def read(self, out: Tensor) -> None:
-        pass
+    def take(self) -> Tensor:
+        self.samples = 0
+        return self._memory.floats(self._whole)
 
     def clear(self) -> None:
         self.samples = 0
@@ -150,6 +167,7 @@ def dense(parameter: Tensor) -> Tensor | None:
 
 
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of a flat vector in the parameters' shapes."""
+    """The parts of a flat vector, which may be longer, in the parameters' shapes."""
     sizes = [p.numel() for p in parameters]
-    return [part.view_as(p) for part, p in zip(torch.split(flat, sizes), parameters, strict=True)]
+    parts = torch.split(flat[: sum(sizes)], sizes) if sizes else ()
+    return [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_hivemind.engine.native.memory import Memory
+
+#: elements that are encoded at a time: what comes between the steps stays in the processor's cache
+PIECE = 1 << 18
 
 
 class ChunkCodec(Protocol):
@@ -22,8 +28,8 @@ class ChunkCodec(Protocol):
     def size_bytes(self, elements: int) -> int:
         """Bytes of an encoded chunk."""
 
-    def encode(self, values_N: Tensor) -> memoryview:
-        """The bytes of float32 CPU (N,); may be the tensor's own memory."""
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
+        """The bytes of float32 CPU (N,); may be the tensor's own memory, else they are in some of ``memory``."""
 
     def decode(self, data: memoryview, out_N: Tensor) -> None:
         """The values of ``size_bytes(N)`` bytes into float32 CPU (N,); nothing to do if they lie there already."""
@@ -41,7 +47,7 @@ class Exact:
     def size_bytes(self, elements: int) -> int:
         return 4 * elements
 
-    def encode(self, values_N: Tensor) -> memoryview:
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
         return memory_of(values_N)
 
     def decode(self, data: memoryview, out_N: Tensor) -> None:
@@ -51,6 +57,19 @@ class Exact:
 
     def error_bound(self, values_N: Tensor) -> Tensor:
         return torch.zeros_like(values_N)
+
+
+def room(memory: Memory | None, count: int) -> Tensor:
+    """uint8 CPU (count,) with anything in it."""
+    return memory.bytes(count) if memory is not None and count else torch.empty(count, dtype=torch.uint8)
+
+
+def largest(values_N: Tensor) -> float:
+    """Of the absolute values; NaN if there is one."""
+    if not values_N.numel():
+        return 0.0
+    low, high = torch.aminmax(values_N)
+    return max(abs(float(low)), abs(float(high))) if bool(low <= high) else math.nan
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.codecs.base import memory_of, view_of
+from lightning_hivemind.engine.native.codecs.base import PIECE, largest, memory_of, room, view_of
+from lightning_hivemind.engine.native.memory import Memory
 
 #: of float16: bits of the fraction, and half the distance of its smallest numbers
 _HALF_ULP = 2.0**-11
@@ -26,12 +27,14 @@ class ScaledFloat16:
     def size_bytes(self, elements: int) -> int:
         return 4 + 2 * elements
 
-    def encode(self, values_N: Tensor) -> memoryview:
-        data = torch.empty(self.size_bytes(values_N.numel()), dtype=torch.uint8)
-        scale = _largest(values_N)
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
+        data = room(memory, self.size_bytes(values_N.numel()))
+        scale = largest(values_N)
         data[:4].view(torch.float32).fill_(scale)
-        torch.mul(values_N, 1.0 / scale if scale > _TINY else 0.0, out=(scaled := torch.empty_like(values_N)))
-        data[4:].view(torch.float16).copy_(scaled)
+        factor = 0.0 if scale <= _TINY else 1.0 / scale
+        halves, scaled = data[4:].view(torch.float16), torch.empty(min(PIECE, values_N.numel()))
+        for part, half in zip(torch.split(values_N, PIECE), torch.split(halves, PIECE), strict=True):
+            half.copy_(torch.mul(part, factor, out=scaled[: part.numel()]))
         return memory_of(data)
 
     def decode(self, data: memoryview, out_N: Tensor) -> None:
@@ -40,7 +43,7 @@ class ScaledFloat16:
 
     def error_bound(self, values_N: Tensor) -> Tensor:
         # the fraction's rounding, twice that of float32 (division, multiplication), and what is tiny beside the largest
-        return values_N.abs() * (_HALF_ULP + 2.0**-22) + _HALF_TINY * _largest(values_N) + _TINY
+        return values_N.abs() * (_HALF_ULP + 2.0**-22) + _HALF_TINY * largest(values_N) + _TINY
 
 
 class BFloat16:
@@ -52,15 +55,13 @@ class BFloat16:
     def size_bytes(self, elements: int) -> int:
         return 2 * elements
 
-    def encode(self, values_N: Tensor) -> memoryview:
-        return memory_of(values_N.to(torch.bfloat16))
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
+        data = room(memory, self.size_bytes(values_N.numel()))
+        data.view(torch.bfloat16).copy_(values_N)
+        return memory_of(data)
 
     def decode(self, data: memoryview, out_N: Tensor) -> None:
         out_N.copy_(view_of(data, torch.bfloat16))
 
     def error_bound(self, values_N: Tensor) -> Tensor:
         return values_N.abs() * 2.0**-8 + 2.0**-133
-
-
-def _largest(values_N: Tensor) -> float:
-    return float(values_N.abs().max()) if values_N.numel() else 0.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.codecs.base import memory_of, view_of
+from lightning_hivemind.engine.native.codecs.base import PIECE, largest, memory_of, room, view_of
+from lightning_hivemind.engine.native.memory import Memory
 
 _BYTE, _NIBBLE = 127, 7
 #: a block whose largest value is below becomes zero: its scale could not be inverted
@@ -27,18 +28,39 @@ class _Blocks:
     def size_bytes(self, elements: int) -> int:
         return 4 * self._blocks(elements) + self._packed_bytes(elements)
 
-    def encode(self, values_N: Tensor) -> memoryview:
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
         elements = values_N.numel()
-        data = torch.empty(self.size_bytes(elements), dtype=torch.uint8)
+        data = room(memory, self.size_bytes(elements))
         if elements:
             split = 4 * self._blocks(elements)
-            rows = self._rows(values_N)
+            packed, block = data[split:], self._block or elements
+            plain = self._packed_bytes(elements) == elements
+            numbers = (packed if plain else room(memory, elements)).view(torch.int8)
+            whole = elements // block * block
             scales = data[:split].view(torch.float32)
-            torch.amax(rows.abs(), dim=1, out=scales)
-            factors = torch.where(scales > _TINY, self._levels / scales, torch.zeros(()))
-            numbers = (rows * factors[:, None]).round_().clamp_(-self._levels, self._levels).to(torch.int8)
-            self._pack(numbers.flatten()[:elements], data[split:])
+            self._round(values_N[:whole].view(-1, block), scales[: whole // block], numbers[:whole].view(-1, block))
+            if whole < elements:
+                self._round(values_N[None, whole:], scales[-1:], numbers[None, whole:])
+            if not plain:
+                self._pack(numbers, packed)
         return memory_of(data)
+
+    def _round(self, rows: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Whole numbers of each row (of one row, if it is long) by its largest value, which goes to ``scales``."""
+        one = len(rows) == 1
+        if one:
+            scales[0] = largest(rows)
+        dim, at_once = (1, PIECE) if one else (0, max(1, PIECE // rows.shape[1]))
+        pieces = torch.split(rows, at_once, dim)
+        scratch = torch.empty(pieces[0].numel())
+        for part, (piece, numbers) in enumerate(zip(pieces, torch.split(out, at_once, dim), strict=True)):
+            between = scratch[: piece.numel()].view_as(piece)
+            mine = scales if one else scales[part * at_once : (part + 1) * at_once]
+            if not one:
+                torch.amax(torch.abs(piece, out=between), dim=1, out=mine)
+            factors = torch.where(mine > _TINY, self._levels / mine, torch.zeros(()))
+            torch.mul(piece, factors[:, None], out=between)
+            numbers.copy_(between.round_().clamp_(-self._levels, self._levels))
 
     def decode(self, data: memoryview, out_N: Tensor) -> None:
         elements = out_N.numel()
@@ -74,7 +96,7 @@ class _Blocks:
         return elements
 
     def _pack(self, numbers_N: Tensor, out: Tensor) -> None:
-        out.copy_(numbers_N.view(torch.uint8))
+        """Where they take fewer bytes than one each."""
 
     def _unpack(self, data: Tensor, elements: int) -> Tensor:
         return data

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec
+from lightning_hivemind.engine.native.memory import Memory
 
 #: encoded parts begin at multiples of this, so that any dtype can be read where it lies
 ALIGNMENT = 8
@@ -26,10 +27,10 @@ class Mixed:
         assert elements == self._elements, "this codec is for chunks of another size"
         return sum(_aligned(codec.size_bytes(count)) for count, codec in self._runs)
 
-    def encode(self, values_N: Tensor) -> memoryview:
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
         data = memoryview(bytearray(self.size_bytes(values_N.numel())))
         for elements, encoded, codec in self._parts():
-            written = codec.encode(values_N[elements])
+            written = codec.encode(values_N[elements], memory)
             data[encoded.start : encoded.start + len(written)] = written
         return data
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_hivemind.engine.native.codecs.base import memory_of, view_of
+from lightning_hivemind.engine.native.codecs.base import memory_of, room, view_of
 from lightning_hivemind.engine.native.codecs.floating import ScaledFloat16
+from lightning_hivemind.engine.native.memory import Memory
 
 #: a place within it is one byte
 BLOCK = 256
@@ -32,9 +33,9 @@ class TopK:
     def size_bytes(self, elements: int) -> int:
         return self._split(elements) + self._count(elements) if elements else 0
 
-    def encode(self, values_N: Tensor) -> memoryview:
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
         elements = values_N.numel()
-        data = torch.empty(self.size_bytes(elements), dtype=torch.uint8)
+        data = room(memory, self.size_bytes(elements))
         if elements:
             rows = _rows(values_N)
             places = rows.abs().topk(self._kept, dim=1, sorted=False).indices
