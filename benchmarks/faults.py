@@ -29,7 +29,9 @@ from bench_machine import describe_machine
 from bench_stats import markdown_table, number, summary
 from herd import Herd, Peer
 
-BATCH_S, SLOWER = 0.1, 20.0
+BATCH_S = 0.1
+#: with a slow peer: what a batch of the others takes longer than it does, by what factor its own does, and the target
+QUICK_S, SLOWER, SLOW_TARGET = 0.02, 20.0, 128
 #: of undisturbed training before each event, and in which its cost shows
 USUAL_S, AFTER_S = 6.0, 8.0
 FROZEN_S = 6.0
@@ -83,7 +85,7 @@ def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
     herd.watch(AFTER_S - FROZEN_S)
     found = cost(herd, others, at)
     while time.time() < thawed + BACK_S:
-        theirs = {one["epoch"]: one["digest"] for one in herd.steps(others[0])}
+        theirs = digests(herd, others[0])
         for one in herd.steps(victim):
             if one["epoch"] >= newest and theirs.get(one["epoch"]) == one["digest"]:
                 return found, one["time"] - thawed
@@ -91,31 +93,36 @@ def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
     return found, math.inf
 
 
-def slow(seconds: float) -> tuple[float, float, bool]:
-    """Steps per second of two peers alone, and beside a slow one; whether that one is in step at the end."""
-    with Herd() as herd:
-        herd.gather(2, BATCH_S)
-        rates = []
-        late = None
-        for joins in (False, True):
-            if joins:
-                late = herd.start(SLOWER * BATCH_S)
-                herd.await_steps(late, 2)
-            begin = time.time()
-            herd.watch(seconds)
-            # samples of the two alone: what the slow one gives is no throughput of theirs
-            given = sum(
-                one["samples"]
-                for peer in herd.living[:2]
-                for one in herd.events(peer, "EpochCommitted")
-                if one["time"] > begin
-            )
-            rates.append(given / (time.time() - begin))
-        assert late is not None
-        last = herd.steps(late)[-1]
-        theirs = {one["epoch"]: one["digest"] for one in herd.steps(herd.living[0])}
-        member = theirs.get(last["epoch"]) == last["digest"] and last["time"] > time.time() - 2 * SLOWER * BATCH_S - 5
-        return rates[0], rates[1], member
+def slow(epochs: int) -> tuple[float, float, int, bool]:
+    """Samples per second that two peers give alone, and beside a slow one, over so many steps each.
+
+    Also the steps with a gradient of the slow one, and whether it is in step at the end.
+    """
+    with Herd(SLOW_TARGET) as herd:
+        herd.gather(2, QUICK_S)
+        two = list(herd.living)
+        rates = [throughput(herd, two, epochs)]
+        late = herd.start(SLOWER * QUICK_S)
+        herd.await_steps(late, 2)
+        rates.append(throughput(herd, two, epochs))
+        gave = sum(one["samples"] > 0 for one in herd.events(late, "EpochCommitted"))
+        last, theirs = herd.steps(late)[-1], digests(herd, two[0])
+        newest = max(theirs)
+        return rates[0], rates[1], gave, last["epoch"] >= newest - 2 and theirs.get(last["epoch"]) == last["digest"]
+
+
+def throughput(herd: Herd, peers: Sequence[Peer], epochs: int) -> float:
+    """Samples per second of these peers alone, whoever else gives some."""
+    begin, first = time.time(), herd.steps(peers[0])[-1]["epoch"]
+    while herd.steps(peers[0])[-1]["epoch"] < first + epochs:
+        herd.watch(0.5)
+    seconds = time.time() - begin
+    commits = [one for peer in peers for one in herd.events(peer, "EpochCommitted") if one["time"] > begin]
+    return sum(one["samples"] for one in commits) / seconds
+
+
+def digests(herd: Herd, peer: Peer) -> dict[int, str]:
+    return {one["epoch"]: one["digest"] for one in herd.steps(peer)}
 
 
 def busy(rounds: int) -> tuple[int, int, int]:
@@ -154,7 +161,7 @@ def _burn() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=8, help="how often a peer is killed, and frozen")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training beside a slow peer, and without")
+    parser.add_argument("--epochs", type=int, default=200, help="beside a slow peer, and before it comes")
     parser.add_argument("--rounds", type=int, default=500, help="on a busy machine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/faults.md")
@@ -165,7 +172,7 @@ def main() -> int:
         kills = [killed(herd, chance) for _ in range(options.times)]
         freezes = [frozen(herd, chance) for _ in range(options.times)]
         herd.end()
-    alone, beside, member = slow(options.seconds)
+    alone, beside, gave, member = slow(options.epochs)
     steps, without, states = busy(options.rounds)
     rows = [
         ["`kill -9`: longest step of the others above the usual, s", summary(kills).show()],
@@ -176,6 +183,7 @@ def main() -> int:
         [f"a peer {SLOWER:.0f} times slower: samples/s of the other two without it", number(alone)],
         ["... and beside it", number(beside)],
         ["... ratio", number(beside / alone)],
+        [f"... steps with a gradient of the slow one, of {options.epochs}", str(gave)],
         ["... it is in step at the end", "yes" if member else "no"],
         [f"{2 * (os.cpu_count() or 1)} other processes on {os.cpu_count()} cores: steps", str(steps)],
         ["... without a gradient of one of the three", str(without)],

@@ -32,10 +32,16 @@ class Peer:
 
 
 class Herd:
-    """Also a context: nothing of it lives on, and its folder is removed unless something went wrong."""
+    """Also a context: nothing of it lives on, and its folder is removed unless something went wrong.
 
-    def __init__(self) -> None:
+    Args:
+        target: samples of a global step.
+        codec: name in ``lightning_hivemind`` of the codec of gradients; empty: none.
+    """
+
+    def __init__(self, target: int = 64, codec: str = "") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="herd-"))
+        self._options = ["--target", str(target), "--codec", codec]
         self.living: list[Peer] = []
         #: something is wrong: its files are to be read
         self.keep = False
@@ -61,7 +67,7 @@ class Herd:
         command = [sys.executable, str(Path(__file__).with_name("herd_peer.py")), str(self.folder), name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
         with open(self.folder / f"{name}.log", "wb") as log:
-            options = ["--join", known, "--batch-s", str(batch_s)]
+            options = ["--join", known, "--batch-s", str(batch_s), *self._options]
             process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
         self.living.append(Peer(name=name, process=process, born=time.monotonic()))
         return self.living[-1]

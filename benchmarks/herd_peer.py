@@ -1,6 +1,6 @@
 """One peer of ``herd.py``: the example's model, smaller, and one line in a file for each global step.
 
-    python herd_peer.py FOLDER NAME [--join ADDRESSES] [--batch-s SECONDS]
+    python herd_peer.py FOLDER NAME [--join ADDRESSES] [--batch-s SECONDS] [--target SAMPLES] [--codec NAME]
 
 Writes ``FOLDER/NAME.jsonl`` (``epoch``, ``time``, ``digest`` of all parameters, ``loss``), ``NAME.events.jsonl``,
 ``NAME.address``, and at its end ``NAME.result``, the held-out loss. Once there is ``FOLDER/stop``, it stops with all
@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import lightning_hivemind
 from bench_peer import publish
 from byte_gpt import ByteGPT, StdlibText
 from lightning_hivemind import HivemindStrategy
@@ -67,21 +68,24 @@ class Ledger(pl.Callback):
         self._file.write(json.dumps(line) + "\n")
 
 
-def main(folder: Path, name: str, peers: str, batch_s: float) -> None:
+def main(options: argparse.Namespace) -> None:
+    folder, name = options.folder, options.name
     torch.set_num_threads(1)
     random.seed()
     os.environ["LIGHTNING_HIVEMIND_EVENTS"] = str(folder / f"{name}.events.jsonl")
     strategy = HivemindStrategy(
-        target_batch_size=64,
+        target_batch_size=options.target,
         engine="native",
         run_id="herd",
-        initial_peers=peers,
+        initial_peers=options.join,
+        grad_compression=getattr(lightning_hivemind, options.codec)() if options.codec else None,
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
         matchmaking_time=1.0,
     )
     publish(folder / f"{name}.address", ",".join(map(str, strategy.dht.get_visible_maddrs())))
     pl.seed_everything(0)
-    model, data = Slower(batch_s, width=64, layers=2, context=CONTEXT), StdlibText(batch_size=BATCH, context=CONTEXT)
+    model = Slower(options.batch_s, width=64, layers=2, context=CONTEXT)
+    data = StdlibText(batch_size=BATCH, context=CONTEXT)
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -107,5 +111,6 @@ if __name__ == "__main__":
     parser.add_argument("name")
     parser.add_argument("--join", default="", help="addresses with commas")
     parser.add_argument("--batch-s", type=float, default=0.0, help="that a batch takes longer than it does")
-    options = parser.parse_args()
-    main(options.folder, options.name, options.join, options.batch_s)
+    parser.add_argument("--target", type=int, default=64, help="samples of a global step")
+    parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind")
+    main(parser.parse_args())

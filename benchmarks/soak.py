@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py --peers 8 --minutes 10 --every 5     # writes benchmarks/results/soak.md
     python benchmarks/soak.py --every 0                            # the same with nothing happening
+    python benchmarks/soak.py --codec Uniform8BitQuantization --no-write
 
 An event kills a random peer, or freezes it for six seconds. A killed one is started again after twenty. In the first
 and the last minute nothing happens. Status 1 if the swarm made no step for long, if parameters were unlike at one step,
@@ -165,11 +166,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two events; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="of the events")
+    parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind")
     parser.add_argument(
         "--write", action=argparse.BooleanOptionalAction, default=True, help="benchmarks/results/soak.md"
     )
     options = parser.parse_args()
-    with Herd() as herd:
+    with Herd(codec=options.codec) as herd:
         soak = Soak(herd, options.every, options.seed)
         for _ in range(options.peers):
             herd.start()
@@ -180,6 +182,7 @@ def main() -> int:
         herd.keep = bool(wrong)
     rows = [
         ["peers", str(options.peers)],
+        ["codec", options.codec or "none"],
         ["events", ", ".join(f"{count} {what}" for what, count in soak.events.items()) or "none"],
         ["global steps", str(found["steps"])],
         ["steps at which parameters of two or more peers were compared", str(found["compared"])],
