@@ -160,6 +160,18 @@ except PlatformError as error:
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_nothing_that_comes_from_the_network_can_be_executed(path: Path) -> None:
+    """No module that makes objects of bytes is imported, and nothing is evaluated."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    wrong = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    assert not wrong & {name.split(".")[0] for name in imported_modules(tree)}
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assert not {"eval", "exec"} & {func.id for func in calls if isinstance(func, ast.Name)}
+    loads = [func for func in calls if isinstance(func, ast.Attribute) and func.attr == "load"]
+    assert not [func for func in loads if isinstance(func.value, ast.Name) and func.value.id == "torch"]
+
+
 def test_the_version_is_stated_once() -> None:
     version = lightning_hivemind.__version__
     assert importlib.import_module("lightning_hivemind._version").__version__ == version
