@@ -303,6 +303,7 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
     class Recording(pl.Callback):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             self.epoch: int | None = None
+            self.at_steps: set[int] = set()
 
         def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
             if self.epoch is None:  # where this peer starts: a fresh model, a checkpoint, or the swarm's state
@@ -328,7 +329,11 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
                 found = [state.get(spec.free["record_state"]) for state in trainer.optimizers[0].state.values()]
                 total = sum(float(tensor.double().sum()) for tensor in found if tensor is not None)
                 recorder.write("optimizer_state", epoch=epoch, sum=total)
-            save_parameters(spec, model, epoch)
+            # with local updates the batch after a step that was made just before it has moved them on
+            if event == "step" or epoch not in self.at_steps or not spec.strategy.get("use_local_updates"):
+                save_parameters(spec, model, epoch)
+            if event == "step":
+                self.at_steps.add(epoch)
             recorder.write(
                 event,
                 epoch=epoch,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from swarm.harness import Peer, Swarm
+from swarm.marks import HIVEMIND_ONLY
 from swarm.replay import distance
 from swarm.spec import ENDLESS, PeerSpec
 
@@ -22,6 +23,7 @@ def said(peer: Peer, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
+@HIVEMIND_ONLY
 def test_a_stock_script_joins_a_run_of_ours_and_averages_with_it(swarm: Swarm, tmp_path: Path) -> None:
     # both wait for one another longer than a busy machine can make a batch last
     patient = {"matchmaking_time": 10.0, "averaging_timeout": 30.0}

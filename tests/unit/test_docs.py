@@ -68,9 +68,14 @@ def generated_reference() -> str:
     return "\n".join([*module.arguments_text(), *module.events_text(), *module.errors_text()]) + "\n"
 
 
+#: with or without its file and its parameters
+NAMED = re.compile(r"`(?:[\w/]+\.py::)?(test_\w+)(?!\.py)\b[^`]*`")
+
+
 def test_every_test_that_the_documentation_names_exists() -> None:
-    pages = [ROOT / "docs" / "reference" / "evidence.md", *(ROOT / "docs" / "failures").glob("*.md")]
-    named = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    reference = [ROOT / "docs" / "reference" / f"{name}.md" for name in ("evidence", "invariants")]
+    pages = [*reference, *(ROOT / "docs" / "failures").glob("*.md")]
+    named = {name for page in pages for name in NAMED.findall(page.read_text(encoding="utf-8"))}
     tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 60
     assert not {name for name in named if f"def {name}(" not in tests}

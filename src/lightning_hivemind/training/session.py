@@ -45,7 +45,7 @@ class TrainingSession:
         self.auxiliary = arguments.auxiliary
         self.started = False
         self.drop_reason = "non-finite gradient"
-        self._dropped_in_a_row = 0
+        self._dropped_in_a_row, self._stepped_before = 0, False
 
     def check(self) -> None:
         """Refuse what cannot work in a swarm, before anything is started."""
@@ -100,7 +100,9 @@ class TrainingSession:
     # ------------------------------------------------------------------ batches
 
     def begin_batch(self) -> None:
-        self._progress.follow(self.engine.begin_batch().epoch, committed=False)
+        outcome = self.engine.begin_batch()
+        self._stepped_before = self._settle(outcome)
+        self._progress.follow(outcome.epoch, committed=False)
         if self._stopping.wants_to_stop():
             self.request_stop("trainer.should_stop is set here")
 
@@ -137,15 +139,20 @@ class TrainingSession:
     def step(self, samples: int) -> StepOutcome:
         scale = self._scale.buffer_scale if self._scale is not None else 1.0
         outcome = self.engine.step(samples, scale)
-        if outcome.committed and self._scale is not None:
-            self._scale.after_commit()
-        self._progress.follow(outcome.epoch, committed=outcome.committed)
+        # a step that was made just before this batch is counted and logged with it: the loop knows no other moment
+        stepped = self._settle(outcome) or self._stepped_before
+        self._progress.follow(outcome.epoch, committed=stepped)
         stop = self.engine.stop_epoch
         if stop is not None and outcome.epoch >= stop:
             self._stopping.stop()
         else:
             self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)
         return outcome
+
+    def _settle(self, outcome: StepOutcome) -> bool:
+        if outcome.committed and self._scale is not None:
+            self._scale.after_commit()
+        return outcome.committed
 
     def flush(self) -> None:
         self.engine.flush()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs import Exact
 from lightning_hivemind.engine.native.driver import Driver
+from lightning_hivemind.engine.native.exchange import Exchange
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
@@ -19,8 +20,11 @@ from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.seam import Given
+from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
+from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
+from lightning_hivemind.errors import WireError
 from swarm.town import Town, wait_for
 
 TARGET = 64
@@ -271,3 +275,23 @@ def test_a_process_that_stands_still_while_it_works_gives_up_what_it_leads(
     run.wait_for_commit(1)
     assert asked
     assert trainee.returns == ["this peer was suspended"]
+
+
+def test_what_is_too_long_is_refused_before_there_is_memory_for_it(runs: list[Run]) -> None:
+    run = Run(["a", "b"], Layout(5000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    run.contribute({"a": 10})  # too few: a round is not begun
+    driver = run.drivers["a"]
+    exchange = Exchange(run.layout, [Exact()] * run.layout.chunks, "a", None)
+    driver._exchanges[b"r" * 16] = exchange
+    wrong = [
+        Header(kind=Kind.MESSAGE, length=MAX_MESSAGE_BYTES + 1),
+        Header(kind=Kind.REQUEST, length=MAX_QUESTION_BYTES + 1),
+        *(Header(kind=kind, round=b"r" * 16, chunk=5, length=4000) for kind in (Kind.INPUT, Kind.RESULT)),
+        *(Header(kind=kind, round=b"r" * 16, chunk=1, length=4001) for kind in (Kind.INPUT, Kind.RESULT)),
+    ]
+    for header in wrong:
+        with pytest.raises(WireError):
+            driver.room("b", header)
+    assert driver.room("b", Header(kind=Kind.INPUT, round=b"r" * 16, chunk=1, length=4000)) is not None
+    assert driver.room("b", Header(kind=Kind.INPUT, round=b"x" * 16, chunk=1, length=4000)) is None, "of another round"

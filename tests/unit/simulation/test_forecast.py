@@ -33,6 +33,14 @@ def test_bytes_of_a_step_are_those_of_a_butterfly(peers: int) -> None:
     assert (found.steps, found.full_rounds, found.forks, found.aborted_rounds) == (4, 1.0, 0, 0)
 
 
+@pytest.mark.parametrize("peers", [2, 3, 8])
+def test_a_step_of_equal_peers_takes_as_long_as_their_batches(peers: int) -> None:
+    """Nobody begins a batch that the others then wait for; it was a quarter more."""
+    scenario = Scenario(peers=peers, profile="perfect", parameters=1000, batch_s=0.2, target_batch_size=4 * 32 * peers)
+    found = forecast(scenario)
+    assert found.step_s_median == pytest.approx(4 * 0.2, rel=0.1)
+
+
 def test_a_slower_uplink_makes_steps_slower_in_proportion() -> None:
     def step_s(up_mbit_s: float) -> float:
         found = forecast(

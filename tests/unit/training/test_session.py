@@ -70,6 +70,29 @@ class CountingEngine:
     def synchronise(self) -> StepOutcome:
         return StepOutcome(epoch=self.epoch, committed=False)
 
+    def begin_batch(self) -> StepOutcome:
+        """A step that was decided since the batch before."""
+        self.epoch += 1
+        return StepOutcome(epoch=self.epoch, committed=True)
+
+    def step(self, samples: int, scale: float) -> StepOutcome:
+        return StepOutcome(epoch=self.epoch, committed=False)
+
+    stop_epoch = None
+
+
+def test_a_step_that_is_made_just_before_a_batch_is_logged_with_that_batch() -> None:
+    """Lightning logs, and counts steps for ``log_every_n_steps``, at the end of batches that stepped."""
+    session, trainer, _ = make_session()
+    session.engine = cast(Engine, CountingEngine(epoch=4))
+    loop = trainer.fit_loop.epoch_loop
+    session.begin_batch()
+    assert trainer.global_step == 5
+    assert session._progress._should_accumulate(), "the batch itself may still turn out to have no gradient"
+    session.step(8)
+    assert not session._progress._should_accumulate()
+    assert loop._batches_that_stepped + 1 == trainer.global_step == 5
+
 
 @pytest.mark.parametrize("loaded", [0, 3], ids=["second fit", "plain checkpoint"])
 def test_schedulers_stand_where_the_global_step_says_before_the_first_batch(loaded: int) -> None:

@@ -161,14 +161,14 @@ class NativeEngine:
     # ------------------------------------------------------------------ step
 
     def begin_batch(self) -> StepOutcome:
-        handover, wait = self._running().handover, not overlaps(self._a)
+        handover, wait, committed = self._running().handover, not overlaps(self._a), False
         self._gradients.end_batch()
         while not handover.begin_batch(self._head, wait=wait) and not self._training.should_abort():
-            self._between_batches(wait=wait)
+            committed |= self._between_batches(wait=wait)
             if self._stopped:
                 break
         self._gradients.begin_batch()
-        return StepOutcome(epoch=self.epoch, committed=False)
+        return StepOutcome(epoch=self.epoch, committed=committed)
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         handover = self._running().handover
