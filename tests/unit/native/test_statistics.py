@@ -63,27 +63,29 @@ def test_what_a_peer_sees_during_a_step_is_replaced_by_the_common_value() -> Non
 def test_counters_move_by_the_rounded_mean_of_what_peers_have_counted() -> None:
     """BatchNorm's num_batches_tracked; a large one keeps every digit."""
     huge = 2**53 + 1
-    tensors = [[torch.tensor(3), torch.tensor([huge, 7])] for _ in range(2)]
+    tensors = [[torch.tensor(3), torch.tensor(huge), torch.tensor(7)] for _ in range(2)]
     peers = [Statistics(own) for own in tensors]
     tensors[0][0] += 5
     tensors[1][0] += 2
     for own in tensors:
-        own[1][1] -= 1
+        own[2] -= 1
     assert peers[1].changes(0).tolist() == [2.0, 0.0, -1.0]
     step(*peers)
-    for counter, others in tensors:
+    for counter, large, falling in tensors:
         assert counter.item() == 3 + 4, "3.5, to the even neighbour"
-        assert others.tolist() == [huge, 6]
+        assert (large.item(), falling.item()) == (huge, 6)
     assert peers[0].changes(1).tolist() == [0.0] * 3
 
 
-def test_masks_and_quantised_weights_are_each_peers_own() -> None:
-    flags, weights = torch.tensor([True]), torch.tensor([3], dtype=torch.int8)
-    peer = Statistics([flags, torch.zeros(2), weights])
+def test_masks_and_indices_are_each_peers_own() -> None:
+    """The mean of two pointers into a ring, or of two orders, is none."""
+    flags, weights, pointer = torch.tensor(True), torch.tensor(3, dtype=torch.int8), torch.tensor([5])
+    peer = Statistics([flags, torch.zeros(2), weights, pointer])
     assert peer.elements == 2
     weights += 1
+    pointer += 1
     apply(peer, torch.ones(2))
-    assert (flags.item(), weights.item()) == (True, 4)
+    assert (flags.item(), weights.item(), pointer.item()) == (True, 4, 6)
 
 
 def test_a_model_that_has_none() -> None:

@@ -326,7 +326,7 @@ def test_who_has_started_again_in_a_round_says_so_when_it_hears_of_it() -> None:
     assert [len(table.applied[name]) for name in (FIRST, SECOND)] == [1, 1]
 
 
-@pytest.mark.parametrize("wrong", ["owners", "since", "sender"])
+@pytest.mark.parametrize("wrong", ["owners", "since", "sender", "usurper", "stranger"])
 def test_a_plan_that_cannot_be_one_changes_nothing(wrong: str) -> None:
     """Fewer owners than chunks, or from somebody else than the coordinator; also as a newer version."""
     table = three()
@@ -335,10 +335,15 @@ def test_a_plan_that_cannot_be_one_changes_nothing(wrong: str) -> None:
     table.flow()
     (plan,) = {peer._rounds._member.plan for peer in table.peers.values()}
     newer = replace(plan, version=plan.version + 1, contributions=plan.contributions[:1])
-    bad = replace(newer, **({wrong: ()} if wrong != "sender" else {}))
     for receiver in (SECOND, THIRD):
-        sender = FIRST if wrong != "sender" else ({SECOND, THIRD} - {receiver}).pop()
-        table.read(sender, receiver, Begin(plan=bad))
+        (other,) = {SECOND, THIRD} - {receiver}
+        changes = {
+            "sender": {},
+            "usurper": {"coordinator": other},
+            "stranger": {"owners": ("nobody",) * SETTINGS.chunks},
+        }.get(wrong, {wrong: ()})
+        sender = other if wrong in ("sender", "usurper") else FIRST
+        table.read(sender, receiver, Begin(plan=replace(newer, **changes)))
     table.release()
     (commit,) = {applied[0] for applied in table.applied.values()}
     assert commit.samples == 24

@@ -48,7 +48,8 @@ class Gradients:
         low_rank: what is given and averaged are factors of the flat vector.
 
     Attributes:
-        sizes: elements of what is given, tensor by tensor; ``elements`` in all; the last ``moments`` of the optimizer.
+        sizes: elements of what is given, tensor by tensor, first those ``of_gradients``; ``elements`` in all; the last
+            ``moments`` of the optimizer.
         whole: elements of the flat vector.
     """
 
@@ -78,6 +79,7 @@ class Gradients:
             self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters, self._memory, self.whole)
         self.sizes = sizes if low_rank is None else low_rank.sizes
         self.elements, self.moments = sum(self.sizes), statistics.moments
+        self.of_gradients = len(self.sizes) - len(statistics.tensors)
         #: what a round has now, and what came back from one
         self._given: tuple[Contribution, _Mean] | None = None
         self._back: _Mean | None = None

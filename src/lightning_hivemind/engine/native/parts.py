@@ -98,12 +98,13 @@ def build(
         )
     layout = Layout(gradients.elements)
     memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
-    codecs = per_chunk(coding.of_all(gradients.sizes, len(gradients.parameters), gradients.moments), layout.spans)
+    codecs = per_chunk(coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(
         run=run,
         target_samples=arguments.target_batch_size,
         chunks=layout.chunks,
+        min_group_size=(arguments.averager_opts or {}).get("min_group_size", 1),
         matchmaking_s=arguments.matchmaking_time,
         stall_s=arguments.next_chunk_timeout,
         detect_s=DETECT_S,

@@ -16,12 +16,13 @@ from torch import Tensor
 
 #: of a sum over some thousand peers in float32, relative
 ROUNDING = 1e-4
-#: dtypes of counters and indices. Bytes and booleans are masks and quantised weights: large, and training changes none.
+#: dtypes of counters, which are single numbers. Whatever else holds whole numbers are indices, masks, quantised
+#: weights, pointers into a ring: their mean means nothing.
 COUNTERS = (torch.int16, torch.int32, torch.int64)
 
 
 class Statistics:
-    """``tensors`` of floating point or :data:`COUNTERS`, of any shape and device; others stay each peer's ``own``.
+    """``tensors`` of floating point, of any shape and device, and counters; others stay each peer's ``own``.
 
     Args:
         carries: what has changed here since this peer gave its changes to a round is kept over the step; else it is
@@ -36,7 +37,7 @@ class Statistics:
 
     def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False, moments: Sequence[Tensor] = ()) -> None:
         self.carries, self.moments = carries, len(moments)
-        averaged = [one.is_floating_point() or one.dtype in COUNTERS for one in tensors]
+        averaged = [one.is_floating_point() or (one.dtype in COUNTERS and not one.dim()) for one in tensors]
         self.tensors = [*compress(tensors, averaged), *moments]
         self.own = [one for one, is_averaged in zip(tensors, averaged, strict=True) if not is_averaged]
         self.elements = sum(tensor.numel() for tensor in self.tensors)

@@ -28,7 +28,6 @@ class Stepper:
         delayed: steps are made in a thread of their own, on copies in host memory.
         local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters,
             and ``moments`` of the optimizer by these names (else they are equal anyway).
-        keeps_buffers: ``param.grad`` stays the same memory (``reuse_grad_buffers``).
 
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
@@ -45,9 +44,8 @@ class Stepper:
         delayed: bool,
         local: bool = False,
         moments: Sequence[str] = (),
-        keeps_buffers: bool = False,
     ) -> None:
-        self._training, self.head, self._local, self._keeps_buffers = training, head, local, keeps_buffers
+        self._training, self.head, self._local = training, head, local
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
@@ -99,7 +97,6 @@ class Stepper:
     def step(self, average: Tensor, head: Head, counted: Tensor | None = None, carried: Tensor | None = None) -> None:
         """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics.
 
-        It is not used any more by anybody else: ``param.grad`` may be a part of it.
         Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`; ``carried``:
         :attr:`.LowRank.carried` after it.
         """
@@ -218,10 +215,11 @@ class Stepper:
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
             part = part.view_as(parameter)
-            if self._keeps_buffers and parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad.copy_(part)
+            # a copy, since what follows (clipping, say) changes it, and a connection may still be sending the average
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
             else:
-                parameter.grad = part.to(parameter.device, parameter.dtype)  # often that memory itself
+                parameter.grad.copy_(part)
         return start
 
 

@@ -44,9 +44,9 @@ class Coding:
         """The numbers of elements, each with its codec.
 
         What is left out of the first ``gradients`` is sent later. The others are how far values are from where they
-        should be: what is left out of that is seen again, and would count twice; so it is sent whole. Small buffers
-        among them go as they are, and so do the last ``moments``, an optimizer's: beside large values in one block
-        small ones would be rounded to zero, and Adam divides by second moments.
+        should be: what is left out of that is seen again, and would count twice; so it is sent whole. Counters among
+        them go as they are, with gradients all small buffers, and so do the last ``moments``, an optimizer's: beside
+        large values in one block small ones would be rounded to zero, and Adam divides by second moments.
         """
         found: list[tuple[int, ChunkCodec]] = []
         for place, size in enumerate(sizes):
@@ -54,7 +54,7 @@ class Coding:
                 found.append((size, Exact()))
                 continue
             codec, besides = self.of(place, size), place >= gradients
-            as_it_is = besides and (codec.leaves_out or (gradients > 0 and size <= SMALL))
+            as_it_is = besides and (codec.leaves_out or size <= (SMALL if gradients else 1))
             found.append((size, Exact() if as_it_is and not isinstance(codec, Exact) else codec))
         return found
 

@@ -69,7 +69,8 @@ class Plan:
 
     def fits(self, chunks: int, sender: PeerId) -> bool:
         """Whether it can be a plan for a vector of so many chunks, and ``sender`` the one that makes it."""
-        return self.coordinator == sender and len(self.owners) == len(self.since) == chunks
+        sound = len(self.owners) == len(self.since) == chunks and {*self.owners} <= {*self.members}
+        return sound and self.coordinator == sender
 
     def chunks_of(self, owner: PeerId) -> list[int]:
         return [chunk for chunk, one in enumerate(self.owners) if one == owner]

@@ -185,8 +185,13 @@ class Rounds:
         if not plan.fits(self._settings.chunks, sender):
             return
         if member is not None:
-            member.replan(plan, now)
-        elif joined is None or joined.round != plan.round or not plan.names(self._me, joined.offer):
+            if sender == member.plan.coordinator:
+                member.replan(plan, now)
+        elif (
+            joined is None
+            or (joined.round, joined.coordinator) != (plan.round, sender)
+            or not plan.names(self._me, joined.offer)
+        ):
             if self._standing.history.of_round(plan.round) is None:
                 self._send(sender, Decline(round=plan.round))
         elif plan.parent == self._standing.head:

@@ -1,7 +1,7 @@
 """A training state as a description and one piece of memory, and back.
 
 In the memory come parameters, the optimizer's state and ``shared`` tensors, which all peers at one head have bit for
-bit; then ``own`` ones (masks, quantised weights), which every peer has for itself and which the digest leaves out.
+bit; then ``own`` ones (masks, indices), which every peer has for itself and which the digest leaves out.
 
 Everything is checked against what the receiving peer trains before any of it is used; nothing is executed.
 """

@@ -8,9 +8,9 @@ from enum import IntEnum
 
 from lightning_hivemind.errors import WireError
 
-PROTOCOL = 3
+PROTOCOL = 4
 _MAGIC = b"LHMD"
-#: magic, protocol, kind, round, chunk, plan version, length of what follows, CRC-32 of it
+#: magic, protocol, kind, round, chunk, plan version, length of what follows, its checksum
 _LAYOUT = struct.Struct("!4sBB16sIIII")
 HEADER_BYTES = _LAYOUT.size
 NO_ROUND = bytes(16)

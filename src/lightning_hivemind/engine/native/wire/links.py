@@ -172,8 +172,7 @@ class Links:
         try:
             self._handshake(inlet)
             greeting, peer = self._identify(inlet.sock)
-            if self._closed:  # while it was nobody's
-                raise ConnectionAbortedError("closing")
+            self._still_wanted(inlet)
             inlet.sock.settimeout(self._detect_s)
         except Exception as error:
             self._ended(inlet, error)
@@ -231,11 +230,17 @@ class Links:
         wrap = self._certificate.server.wrap_socket
         try:
             inlet.sock = sock = wrap(inlet.sock, server_side=True, do_handshake_on_connect=False)
-            sock.do_handshake()  # not within the call before: whoever ends this connection has to know the socket
+            self._still_wanted(inlet)  # whoever ended it before now had no socket of it to wake
+            sock.do_handshake()
         except ssl.SSLEOFError:
             raise ConnectionResetError("closed before the handshake") from None
         except ssl.SSLError as error:
             raise WireError(f"no TLS handshake: {why(error)}") from None
+
+    def _still_wanted(self, inlet: _Inlet) -> None:
+        with self._lock:
+            if self._closed or inlet not in self._inlets:
+                raise ConnectionAbortedError("closing, or others came")
 
     def _identify(self, sock: socket.socket) -> tuple[Kind, PeerId]:
         """What this connection is for, and whose it is, by the token in its first frame."""
