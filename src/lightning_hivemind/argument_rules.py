@@ -239,8 +239,11 @@ def _native(values: Values) -> None:
 
         read_factory(values["grad_averager_factory"])
     for name, (default, wrong) in {**_NOT_NATIVE, **local}.items():
-        if values[name] and values[name] != default:
-            raise refusal(name, values[name], wrong, 'leave it away, or use engine="hivemind"')
+        value = values[name]
+        if isinstance(value, Mapping):
+            value = {key: one for key, one in value.items() if (name, key) not in _NATIVE_OPTIONS}
+        if value and value != default:
+            raise refusal(name, value, wrong, 'leave it away, or use engine="hivemind"')
 
 
 def needless(arguments: Any) -> list[str]:
@@ -285,7 +288,7 @@ _ONLY_NATIVE: Mapping[str, tuple[Any, str]] = {
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.
 #: ``average_state_every`` says how often peers make sure that they are equal (engine/native/agreement.py).
 _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
-    "averager_opts": ({}, "these are options of hivemind's averagers"),
+    "averager_opts": ({}, "but for min_group_size these are options of hivemind's averagers"),
     "load_state_compression": (
         None,
         'with engine="native" a joiner takes the state bit for bit, as all others have it',
@@ -293,6 +296,9 @@ _NOT_NATIVE: Mapping[str, tuple[Any, str]] = {
     "performance_ema_alpha": (0.1, "it is an option of hivemind's progress tracker"),
     "tracker_opts": ({}, "these are options of hivemind's progress tracker"),
 }
+
+#: and what it has of them nevertheless
+_NATIVE_OPTIONS = {("averager_opts", "min_group_size")}
 
 #: arguments that engine="native" accepts and has no use for, without local updates: nobody averages a state there
 _NEEDLESS = ("state_averaging_compression", "average_opt_statistics", "delay_state_averaging")

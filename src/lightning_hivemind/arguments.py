@@ -117,7 +117,8 @@ class Arguments:
     """Average the state at every n-th global step. Raise it to save traffic, lower it if parameters drift apart."""
 
     averager_opts: Mapping[str, Any] = _argument(None, check.options(rules.AVERAGER_KEYWORDS, rules.AVERAGER_OWNED))
-    """More keywords for both averagers, of gradients and of state; such as ``{"target_group_size": 4}``."""
+    """More keywords for both averagers, such as ``{"target_group_size": 4}``. Give ``{"min_group_size": 3}`` to make no
+    step before three peers are there (the only one with ``engine="native"``)."""
 
     tracker_opts: Mapping[str, Any] = _argument(None, check.options(rules.TRACKER_KEYWORDS, rules.TRACKER_OWNED))
     """More keywords for what reports progress; lower ``max_refresh_period`` if peers notice the target late."""

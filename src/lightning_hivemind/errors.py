@@ -9,7 +9,7 @@
     │   ├── JoinError                      none of ``initial_peers`` answered
     │   └── WireError                      another peer sent what cannot be understood, or is not who it should be
     └── SwarmError (RuntimeError)
-        ├── SchemaMismatchError            another peer of this run trains another model
+        ├── SchemaMismatchError            another peer of this run has another model or engine
         ├── StateError                     no peer's state could be downloaded or used
         ├── NonFiniteGradientsError        many batches in a row gave gradients that are not finite
         └── EngineStuckError               the engine did not come back within its deadline

@@ -188,7 +188,7 @@ def older_name(spec: PeerSpec) -> None:
     from lightning_hivemind import CollaborativeStrategy, HivemindStrategy
     from swarm.models import make_loader, make_model
 
-    strategy = CollaborativeStrategy(target_batch_size=16, matchmaking_time=2.0)
+    strategy = CollaborativeStrategy(target_batch_size=16, engine=spec.engine, matchmaking_time=2.0)
     assert isinstance(strategy, HivemindStrategy)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1,

@@ -32,7 +32,18 @@ def test_peers_are_bit_identical_and_equal_one_process(swarm: Swarm) -> None:
     assert_complete(peers, range(1, steps + 1))
     assert_ledger(peers)
     assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, steps + 1))
-    assert len({peer.wait_for("finished")["buffers"] for peer in peers}) == 1, "BatchNorm's statistics and counter"
+    at_steps = {(one["epoch"], one["buffers"]) for peer in peers for one in peer.said("step")}
+    assert sorted(epoch for epoch, _ in at_steps) == list(range(1, steps + 1)), "BatchNorm's statistics and counter"
+
+
+def test_no_step_is_made_before_as_many_peers_are_there_as_were_asked_for(swarm: Swarm) -> None:
+    waits = {"strategy": {"averager_opts": {"min_group_size": 2}}, "trainer": {"max_steps": 3}, "delay_s": 0.02}
+    (first,) = swarm.start(1, together=False, **waits)
+    first.wait_for("Waiting", timeout_s=60)
+    (second,) = swarm.start(1, together=False, **waits)
+    swarm.finish()
+    assert [one["contributors"] for one in first.said("EpochCommitted")] == [2, 2, 2]
+    assert_ledger([first, second])
 
 
 def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(swarm: Swarm) -> None:

@@ -138,7 +138,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "/ip4/8.8.8.8/tcp/4000 is a public address, and everybody on the way could read and change what is sent",
     ),
     ({"engine": "native", "tracker_opts": {"min_refresh_period": 1.0}}, 'leave it away, or use engine="hivemind"'),
-    ({"engine": "native", "averager_opts": {"target_group_size": 2}}, "these are options of hivemind's averagers"),
+    (
+        {"engine": "native", "averager_opts": {"min_group_size": 2, "target_group_size": 2}},
+        "averager_opts={'target_group_size': 2}: but for min_group_size these are options of hivemind's averagers",
+    ),
+    (
+        {"engine": "native", "tracker_opts": {"max_refresh_period": 1.0}},
+        "{'max_refresh_period': 1.0}: the",
+    ),
     ({"engine": "native", "performance_ema_alpha": 0.5}, "an option of hivemind's progress tracker"),
     ({"engine": "native", "load_state_compression": Float16Compression()}, "takes the state bit for bit"),
     ({"grad_compression": BFloat16Compression()}, "hivemind has no wire format for BFloat16Compression; use engine="),
@@ -279,6 +286,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"client_mode": True, "initial_peers": [PEER]},
     {"reuse_grad_buffers": True, "offload_optimizer": True, "delay_state_averaging": True},
     {"use_auto_relay": True, "trusted_relays": [PEER]},
+    {"engine": "native", "averager_opts": {"min_group_size": 3}},
     {"averager_opts": {"target_group_size": 4}, "tracker_opts": {"max_refresh_period": 1.0}},
     {"matchmaking_time": 1, "averaging_timeout": 2, "allreduce_timeout": 1.5},
 ]

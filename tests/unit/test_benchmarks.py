@@ -223,6 +223,10 @@ class TestPlans:
             assert len({(one.case, one.target_samples, one.batches, one.batch_s) for one in specs}) == 1
             assert len({one.contender for one in specs}) == len(specs)
 
+    def test_a_contender_says_which_engine_it_is(self) -> None:
+        for spec in (spec for specs in [*full_plan(), *quick_plan()] for spec in specs if spec.kind == "ours"):
+            assert spec.contender.startswith(f"{spec.options.get('engine', 'hivemind')} engine")
+
     def test_every_case_has_ddp_to_compare_with(self) -> None:
         for specs in [*full_plan(), *quick_plan()]:
             assert {OURS, DDP} <= {one.contender for one in specs}

@@ -14,17 +14,23 @@ from lightning_hivemind.network.records import PeerRecords
 
 LOOK_S = 5.0
 PRINTS = 4  # hexadecimal digits per tensor: enough to say which one differs
-# These three fill a record (``network.records.MAX_RECORD_BYTES``), as a test shows.
+# These fill a record (``network.records.MAX_RECORD_BYTES``), as a test shows.
 MAX_PRINTED = 160  # tensors; the digest decides anyway
 MAX_METRICS = 20
 MAX_NAME_BYTES = 40
+MAX_WAY = 120  # characters; the digest decides anyway
 
 
 class SwarmRecords:
-    """This peer's record in the DHT, and what the others' records say. Stock peers have none."""
+    """This peer's record in the DHT, and what the others' records say. Stock peers have none.
 
-    def __init__(self, arguments: Arguments, network: PeerNetwork, schema: Sequence[str]) -> None:
-        self._a, self._schema, self._peer_id = arguments, list(schema), network.peer_id
+    Args:
+        schema: a line for each tensor that is trained.
+        way: how it is averaged: the engine, and whatever of its settings must be equal.
+    """
+
+    def __init__(self, arguments: Arguments, network: PeerNetwork, schema: Sequence[str], way: str) -> None:
+        self._a, self._schema, self._way, self._peer_id = arguments, list(schema), way, network.peer_id
         self._records = PeerRecords(network.dht, arguments.run_id, network.peer_id)
         self._metrics: dict[str, list[float]] = {}
 
@@ -32,7 +38,7 @@ class SwarmRecords:
         """Publish, then compare with the live peers: of two that start at the same time, one sees the other.
 
         Raises:
-            SchemaMismatchError: another peer trains another model, or accumulates to another target.
+            SchemaMismatchError: another peer trains another model, has another target, or averages otherwise.
         """
         mine = self._own_schema()
         self._records.publish(schema=mine, role="auxiliary" if self._a.auxiliary else "trainer")
@@ -91,15 +97,20 @@ class SwarmRecords:
 
     def _own_schema(self) -> dict[str, Any]:
         prints = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
-        digest = hashlib.sha256("\n".join(self._schema).encode()).hexdigest()[:32]
+        digest = hashlib.sha256("\n".join([*self._schema, self._way]).encode()).hexdigest()[:32]
         shown = "".join(prints) if len(prints) <= MAX_PRINTED else ""
-        return {"digest": digest, "prints": shown, "target": self._a.target_batch_size}
+        return {"digest": digest, "prints": shown, "target": self._a.target_batch_size, "way": self._way[:MAX_WAY]}
 
     def _compare(self, peer: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         if theirs.get("target") != mine["target"]:
             raise SchemaMismatchError(
                 f"run_id={self._a.run_id!r}: peer {peer} accumulates to target_batch_size={theirs.get('target')},"
                 f" this one to {mine['target']}. Give all peers the same, or this run another run_id."
+            )
+        if theirs.get("way") != mine["way"]:
+            raise SchemaMismatchError(
+                f"run_id={self._a.run_id!r}: peer {peer} averages by {str(theirs.get('way'))[:MAX_WAY]}, this one by"
+                f" {mine['way']}. Give all peers the same engine and codecs, or this run another run_id."
             )
         if theirs.get("digest") == mine["digest"]:
             return

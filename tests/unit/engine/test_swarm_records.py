@@ -55,10 +55,10 @@ class Peers:
         self.dht = MemoryDHT()
         self._made: list[SwarmRecords] = []
 
-    def make(self, schema: list[str], *, target: int = 32) -> SwarmRecords:
+    def make(self, schema: list[str], *, target: int = 32, way: str = "engine hivemind") -> SwarmRecords:
         network: Any = SimpleNamespace(dht=self.dht, peer_id=IDS[len(self._made) % len(IDS)])
         arguments = Arguments.create(target, run_id="run", environ={})
-        self._made.append(SwarmRecords(arguments, network, schema))
+        self._made.append(SwarmRecords(arguments, network, schema, way))
         return self._made[-1]
 
     def close(self) -> None:
@@ -87,11 +87,19 @@ def test_equal_models_are_of_one_run_and_unlike_ones_are_refused_by_name(peers: 
     assert "The first parameter that differs is b (4,) torch.bfloat16" in refusal(other)
 
 
+def test_who_averages_otherwise_is_told_how(peers: Peers) -> None:
+    peers.make(["a (3,)"], way="engine native, gradients float16").check_schema()
+    text = refusal(peers.make(["a (3,)"], way="engine native, gradients exact"))
+    assert "averages by engine native, gradients float16, this one by engine native, gradients exact" in text
+    assert "Give all peers the same engine and codecs" in text
+
+
 def test_only_peers_that_can_average_go_by_one_name(peers: Peers) -> None:
     """Should two unlike ones miss each other at the start, their rounds still never meet."""
     alike = {peers.make(["a (3,)"]).run for _ in range(2)}
     unlike = {peers.make(["a (4,)"]).run, peers.make(["a (3,)"], target=64).run}
-    assert (len(alike), len(alike | unlike)) == (1, 3)
+    unlike.add(peers.make(["a (3,)"], way="engine native, gradients exact").run)
+    assert (len(alike), len(alike | unlike)) == (1, 4)
     assert all(name.startswith("run.") for name in alike | unlike)
 
 

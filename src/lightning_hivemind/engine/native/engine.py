@@ -65,7 +65,6 @@ class NativeEngine:
             delayed=bool(arguments.delay_optimizer_step),
             local=local,
             moments=arguments.average_opt_statistics,
-            keeps_buffers=arguments.reuse_grad_buffers,
         )
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
@@ -99,8 +98,8 @@ class NativeEngine:
         what = ", ".join(["parameters", *self._a.average_opt_statistics]) if self._a.use_local_updates else "gradients"
         what += f" by {self._stepper.low_rank.name}," if self._stepper.low_rank is not None else ""
         clear = ", in the clear" if self._a.insecure_lan else ""
-        schema = [*self._training.schema, f"engine native, {what} {self._coding.name}{clear}"]
-        self._records = SwarmRecords(self._a, self._network, schema)
+        way = f"engine native, {what} {self._coding.name}{clear}"
+        self._records = SwarmRecords(self._a, self._network, self._training.schema, way)
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)
         self._parts = parts = build(
