@@ -221,7 +221,7 @@ def fit(spec: TurnSpec, strategy: Any, callback: L.Callback) -> None:
 def train_ours(spec: TurnSpec, folder: Path, index: int, meter: Meter) -> None:
     import lightning_hivemind
 
-    options = dict(spec.options)
+    options = {"engine": "hivemind", **spec.options}  # bench_plan.native() names the other one
     if spec.codec:
         options["grad_compression"] = getattr(lightning_hivemind, spec.codec)()
     peers = first_peers(folder, index)

@@ -198,13 +198,26 @@ def stop_all(peers: list[BaseProcess]) -> None:
         peer.join(max(0.0, deadline - time.monotonic()))
         if peer.is_alive():
             family.update({one.pid: one for one in psutil.Process(peer.pid).children(recursive=True)})
+    managers = [process for process in family.values() if _frees_shared_memory(process)]
     for process in family.values():
-        try:
-            process.kill()  # psutil checks that the pid still means the same process
-        except psutil.NoSuchProcess:
-            continue
+        if process not in managers:
+            _kill(process)
+    for process in psutil.wait_procs(managers, GRACE_S)[1]:  # they remove what the others have left, gigabytes perhaps
+        _kill(process)
     for peer in peers:
         peer.join()
+
+
+def _frees_shared_memory(process: psutil.Process) -> bool:
+    try:
+        return process.name() == "torch_shm_manager"[:15]  # so much of a name the kernel keeps
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()  # psutil checks that the pid still means the same process
 
 
 def _read(turn: Turn, folder: Path) -> None:

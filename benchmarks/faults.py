@@ -105,7 +105,9 @@ def slow(epochs: int) -> tuple[float, float, int, bool]:
         late = herd.start(SLOWER * QUICK_S)
         herd.await_steps(late, 2)
         rates.append(throughput(herd, two, epochs))
-        gave = sum(one["samples"] > 0 for one in herd.events(late, "EpochCommitted"))
+        begin = herd.steps(two[0])[-epochs]["time"]
+        commits = [one for one in herd.events(late, "EpochCommitted") if one["time"] >= begin]
+        gave = sum(one["samples"] > 0 for one in commits)
         last, theirs = herd.steps(late)[-1], digests(herd, two[0])
         newest = max(theirs)
         return rates[0], rates[1], gave, last["epoch"] >= newest - 2 and theirs.get(last["epoch"]) == last["digest"]
