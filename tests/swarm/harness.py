@@ -231,7 +231,7 @@ class Peer:
         return found
 
     def assert_clean(self, timeout_s: float = CLEAN_S) -> None:
-        """The trainer has ended: no process, port or file of it is there any more."""
+        """The trainer has ended: no process, port or socket file of it is there any more."""
 
         def left() -> list[str]:
             below = footprint(descendants(self.supervisor)).processes if self.supervisor else {}
@@ -319,7 +319,7 @@ class Peer:
                 os.kill(self.supervisor, signal.SIGTERM)
             what = f"supervisor {self.supervisor} of {self.name} ends"
             wait_until(lambda: state_of(self.supervisor) in ("", "Z"), timeout_s=30, what=what)
-            for path in self.seen.files:
+            for path in self.seen.sockets:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
 

@@ -16,19 +16,16 @@ __all__ = ["Footprint", "descendants", "footprint", "parent_of", "state_of", "wa
 
 @dataclass
 class Footprint:
-    """What a process tree held at one moment: processes, TCP/UDP ports it listens on, files.
-
-    ``files`` are Unix sockets with a path, and pieces of shared memory, which are memory until somebody removes them.
-    """
+    """What a process tree held at one moment: processes, TCP/UDP ports it listens on, Unix sockets with a path."""
 
     processes: dict[int, str] = field(default_factory=dict)
     ports: dict[tuple[str, int], str] = field(default_factory=dict)
-    files: set[str] = field(default_factory=set)
+    sockets: set[str] = field(default_factory=set)
 
     def merge(self, other: Footprint) -> None:
         self.processes |= other.processes
         self.ports |= other.ports
-        self.files |= other.files
+        self.sockets |= other.sockets
 
     def named(self, part: str) -> list[int]:
         """Pids of the processes whose command line contains ``part``."""
@@ -48,14 +45,13 @@ def footprint(pids: list[int]) -> Footprint:
                     if target.startswith("socket:["):
                         inodes.add(target[8:-1])
             found.processes[pid] = command
-            found.files.update(map(str, Path("/dev/shm").glob(f"torch_{pid}_*")))
     for (protocol, port), inode in _listening().items():
         if inode in inodes:
             found.ports[protocol, port] = inode
     for line in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()[1:]:
         fields = line.split()
         if len(fields) > 7 and fields[6] in inodes and fields[7].startswith("/"):
-            found.files.add(fields[7])
+            found.sockets.add(fields[7])
     return found
 
 
@@ -72,10 +68,10 @@ def _listening() -> dict[tuple[str, int], str]:
 
 
 def still_there(before: Footprint) -> list[str]:
-    """In words: ports and files of ``before`` that still exist (the very same socket, not a later one)."""
+    """In words: ports and socket files of ``before`` that still exist (the very same socket, not a later one)."""
     now = _listening()
     left = [f"{protocol} port {port}" for (protocol, port), i in before.ports.items() if now.get((protocol, port)) == i]
-    return left + [f"file {path}" for path in sorted(before.files) if os.path.exists(path)]
+    return left + [f"socket file {path}" for path in sorted(before.sockets) if os.path.exists(path)]
 
 
 def state_of(pid: int) -> str:
