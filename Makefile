@@ -26,7 +26,8 @@ test: ## unit tests, then swarm tests with real processes; ARGS="-k name" is han
 
 hostile: ## the protocol under SEEDS=first:last random schedules of faults; 10,000 take about half an hour
 	@$(SETUP) test
-	SEEDS=$(SEEDS) $(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit/protocol/test_hostile.py $(ARGS)
+	SEEDS=$(SEEDS) $(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit/protocol/test_hostile.py \
+		tests/unit/protocol/test_every_message.py $(ARGS)
 
 check: ## ruff and mypy
 	@$(SETUP) test dev
