@@ -148,11 +148,9 @@ def test_a_delayed_optimizer_step_follows_averaged_gradients(swarm: Swarm) -> No
     for peer in peers:
         assert not peer.said("DelayedRoundFinished")
         # "step" is at the step itself, which may be made just before a batch; "commit" after that batch
-        first = next((one for one in peer.said("step") if one["epoch"] == 1), None) or {
-            "digest": peer.commits[1].digest
-        }
+        at_first = [one["digest"] for one in peer.said("step") if one["epoch"] == 1] or [peer.commits[1].digest]
         seen = "the first step was not seen a batch later"
-        assert peer.commits[0].digest == first["digest"] != peer.said("finished")[0]["digest"], seen
+        assert peer.commits[0].digest == at_first[0] != peer.said("finished")[0]["digest"], seen
 
 
 def test_gradients_that_accumulate_in_place_give_the_same_steps(swarm: Swarm) -> None:

@@ -71,11 +71,11 @@ class Struck(World):
     ) -> None:
         number = len(self.kinds)
         self.kinds.append("data" if data_of is not None else self._saying)
-        times = self.network.deliveries(sender.name, target.name, size_bytes, self.now)
-        if number == self.at and self.fault is not None:
-            self.hit = self.kinds[-1]
-            times = self.fault(self, sender.name, target.name)
-        for time in times:
+        if number != self.at or self.fault is None:
+            super()._transmit(sender, target, size_bytes, arrive, data_of)
+            return
+        self.hit = self.kinds[-1]
+        for time in self.fault(self, sender.name, target.name):
             self._deliver(sender, target, time, arrive)
 
     def check(self, peer: SimulatedPeer, commit: object) -> None:
