@@ -4,7 +4,7 @@ VENV ?= .venv
 SETUP = $(PYTHON) scripts/setup_env.py --venv $(VENV)
 # Several peers share this machine's cores: one thread each is faster than all fighting for all.
 # Swarm tests wait for their peers most of the time: two more than there are cores. They come first: the last ones are then
-# short, and no worker waits for another.
+# short, and no worker waits for another; and they are given out one by one, not in piles.
 WORKERS ?= 4
 SEEDS ?= 0:10000
 THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -23,7 +23,7 @@ demo: ## three peers on this machine train a small GPT; about five minutes
 
 test: ## swarm tests with real processes, then unit tests; ARGS="-k name" is handed to pytest
 	@$(SETUP) test
-	$(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/swarm tests/unit $(ARGS)
+	$(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) --maxschedchunk=1 tests/swarm tests/unit $(ARGS)
 
 hostile: ## the protocol under SEEDS=first:last random schedules of faults; 10,000 take about half an hour
 	@$(SETUP) test
