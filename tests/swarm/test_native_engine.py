@@ -208,3 +208,16 @@ def test_a_peer_whose_parameters_were_changed_takes_the_others(swarm: Swarm) -> 
     assert len(digests(peers, epoch)) == 1
     assert not peers[0].said("ParametersDiffered")
     assert not peers[2].said("ParametersDiffered")
+
+
+@pytest.mark.parametrize("client_mode", [False, True])
+def test_a_helper_that_is_left_alone_helps_who_comes_next(swarm: Swarm, client_mode: bool) -> None:
+    """The state of where it stands has gone with the last trainer: it must not call others there for ever."""
+    (helper,) = swarm.start(1, together=False, strategy={"auxiliary": True}, trainer=ENDLESS)
+    runs = {"strategy": {"client_mode": client_mode}, "trainer": {"max_steps": 3}, "delay_s": 0.05}
+    (first,) = swarm.start(1, together=False, **runs)
+    swarm.finish(first)
+    (second,) = swarm.start(1, together=False, **runs)
+    swarm.finish(second)
+    assert second.commits[3].samples
+    helper.wait_until(lambda: helper.said("EpochCommitted", contributors=1, epoch=3)[1:], timeout_s=60, what="its help")

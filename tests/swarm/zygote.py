@@ -119,7 +119,7 @@ def _write(path: Path, text: str) -> None:
 def _kill_all_below() -> None:
     me = os.getpid()
     deadline = time.monotonic() + 10
-    while (below := descendants(me)) and time.monotonic() < deadline:
+    while (below := _not_torchs(descendants(me))) and time.monotonic() < deadline:
         for pid in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -128,6 +128,18 @@ def _kill_all_below() -> None:
                 pass
         time.sleep(0.01)
     os._exit(0 if not below else 1)
+
+
+def _not_torchs(pids: list[int]) -> list[int]:
+    """All but torch's manager of shared memory: it goes by itself after the others, and cleans up what they left."""
+    others = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip() != "torch_shm_manager"[:15]:
+                others.append(pid)
+            else:
+                os.kill(pid, signal.SIGCONT)  # it may be frozen
+    return others
 
 
 def descendants(root: int) -> list[int]:

@@ -337,7 +337,7 @@ def test_a_batch_under_way_is_waited_for_and_none_is_not(desk: Desk) -> None:
     now = time.monotonic()
     assert desk.handover.ready_at(now) == now
     desk.handover.returned("", begun=False)
-    assert desk.handover.begin_batch(ROOT, wait=True)
+    assert desk.handover.begin_batch(ROOT, 60.0)
     assert desk.handover.ready_at(time.monotonic()) > time.monotonic()
     assert not desk.handover.under_way, "it is the batch that is waited for, and no round yet"
     desk.handover.end_batch()
@@ -346,30 +346,40 @@ def test_a_batch_under_way_is_waited_for_and_none_is_not(desk: Desk) -> None:
     assert desk.handover.under_way
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_no_batch_begins_while_there_is_something_to_do(desk: Desk, wait: bool) -> None:
-    assert desk.handover.begin_batch(ROOT, wait=wait)
+@pytest.mark.parametrize("limit_s", [60.0, 0.0])
+def test_no_batch_begins_while_there_is_something_to_do(desk: Desk, limit_s: float) -> None:
+    assert desk.handover.begin_batch(ROOT, limit_s)
     desk.handover.end_batch()
     step = desk.commit()
-    assert not desk.handover.begin_batch(ROOT, wait=wait)
+    assert not desk.handover.begin_batch(ROOT, limit_s)
     assert desk.handover.next_step(ROOT) is not None
-    assert desk.handover.begin_batch(step.head, wait=wait)
+    assert desk.handover.begin_batch(step.head, limit_s)
     desk.handover.end_batch()
     desk.commit(average=None)
-    assert not desk.handover.begin_batch(desk.tip, wait=wait)
+    assert not desk.handover.begin_batch(desk.tip, limit_s)
 
 
 def test_no_batch_begins_in_a_round_but_of_a_peer_that_does_not_wait(desk: Desk) -> None:
     desk.handover.give()
-    assert not desk.handover.begin_batch(ROOT, wait=True)
-    assert desk.handover.begin_batch(ROOT, wait=False)
+    assert not desk.handover.begin_batch(ROOT, 60.0)
+    assert desk.handover.begin_batch(ROOT, 0.0)
     desk.handover.returned("", begun=False)
-    assert desk.handover.begin_batch(ROOT, wait=True)
+    assert desk.handover.begin_batch(ROOT, 60.0)
+
+
+def test_a_round_of_which_nothing_is_heard_is_waited_for_no_longer_than_promised(desk: Desk) -> None:
+    """Its coordinator may be mute: connected, and saying nothing."""
+    long_ago = time.monotonic() - 40.0
+    desk.handover.ready_at(long_ago)
+    desk.handover.give()
+    assert not desk.handover.begin_batch(ROOT, 60.0)
+    assert desk.handover.begin_batch(ROOT, 35.0)
+    assert desk.handover.under_way, "it may still end well"
 
 
 def test_who_is_alone_does_not_hold(desk: Desk) -> None:
     for _ in range(3):
-        assert desk.handover.begin_batch(desk.tip, wait=True)
+        assert desk.handover.begin_batch(desk.tip, 60.0)
         desk.handover.end_batch()
         desk.add(8)
         made = Commit(round=bytes(16), parent=desk.tip, contributions=(desk.give(),), digest=b"d")

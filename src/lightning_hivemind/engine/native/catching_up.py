@@ -67,7 +67,7 @@ class CatchingUp:
             donors = [peer for peer in donors if peer in preferred] or donors
             if not donors or left_s <= 0:
                 break
-            if self._nobody_has_it():
+            if self._other_trainers and self._nobody_has_it():
                 return self._go_on(head, "who had it has gone, and nobody that lives has it", gives_up=True)
             error: StateError | None = None
             try:
@@ -75,6 +75,7 @@ class CatchingUp:
             except StateError as failure:
                 found, news, error = None, False, failure
             if found is not None:
+                self._stands = None
                 parts.handover.settle(found)
                 if news:
                     self._no_news_s = NO_NEWS_S
@@ -103,7 +104,7 @@ class CatchingUp:
                     f" swarm's state: {reason}. At least one peer, if only a helper (auxiliary=True), must be reachable"
                     " (not in client_mode). Nothing was changed here."
                 )
-        return self._go_on(head, reason)
+        return self._go_on(head, reason, gives_up=self._nobody_has_it())
 
     def _go_on(self, head: Head, reason: str, *, gives_up: bool = False) -> Head:
         action = "going on from this peer's own state"
@@ -111,13 +112,30 @@ class CatchingUp:
         self._parts.driver.adopt(head, gives_up=gives_up)
         return head
 
+    def stay(self, head: Head) -> Head:
+        """``head``; but a helper, which has no state, does not stay where no trainer has one: it goes back to nowhere.
+
+        Else it would call all that come to where nobody can get.
+        """
+        if not self._a.auxiliary or head == Head.nowhere() or not self._nobody_has_it():
+            return head
+        reason = "no trainer that lives has it"
+        self._events.emit(StateUnavailable(epoch=head.epoch, reason=reason, action="helping whoever comes next"))
+        self._parts.driver.adopt(Head.nowhere())
+        return Head.nowhere()
+
     def _nobody_has_it(self) -> bool:
         """Whether for long all that train and live have been without the state of where this peer stands."""
-        status, now = self._parts.driver.status, time.monotonic()
-        others = {*status.living, *status.cut} - set(self._records.auxiliaries)
-        if not others or not others <= self._whereabouts.without or status.head != self._stands:
-            self._stands, self._nobody_since = status.head, now
+        head, now = self._parts.driver.status.head, time.monotonic()
+        if not self._other_trainers <= self._whereabouts.without or head != self._stands:
+            self._stands, self._nobody_since = head, now
         return now - self._nobody_since > NOBODY_S
+
+    @property
+    def _other_trainers(self) -> set[str]:
+        """That live, whether or not they can be reached from here."""
+        status = self._parts.driver.status
+        return {*status.living, *status.cut} - set(self._records.auxiliaries)
 
     def pass_on(self, known: Snapshot | None) -> Snapshot | None:
         """For a helper's donor: a state of those that whoever asks cannot reach."""

@@ -161,8 +161,9 @@ class NativeEngine:
 
     def begin_batch(self) -> StepOutcome:
         handover, wait, committed = self._running().handover, not overlaps(self._a), False
+        limit_s = self._limit_s if wait else 0.0
         self._gradients.end_batch()
-        while not handover.begin_batch(self._head, wait=wait) and not self._training.should_abort():
+        while not handover.begin_batch(self._head, limit_s) and not self._training.should_abort():
             committed |= self._between_batches(wait=wait)
             if self._stopped:
                 break
@@ -269,10 +270,11 @@ class NativeEngine:
 
     def _agree(self) -> None:
         """If this peer's parameters are not what the others have: take theirs."""
+        assert self._catching_up is not None
+        self._head = self._catching_up.stay(self._head)
         found = self._agreement.difference()
         if found is None:
             return
-        assert self._catching_up is not None
         unlike = "they are of another kind of device or torch, and round otherwise"
         reason = "of the same kind: something else than steps has changed them" if found.like else unlike
         self._events.emit(ParametersDiffered(epoch=found.epoch, num_peers=len(found.peers), reason=reason))

@@ -61,6 +61,8 @@ class Handover:
         self._lost = 0
         self._failure: str | None = None
         self._began = 0.0
+        #: since when this peer has been in a round
+        self._since = 0.0
         self.owes = self.under_way = self.stop_wanted = False
         self.stops_at: int | None = None
 
@@ -84,12 +86,14 @@ class Handover:
         """
         with self.changed:
             at = now if self.owes else self._pace.join_at(now)
-            self.under_way = self.under_way or at <= now
+            if at <= now:
+                self._join(now)
             return at
 
     def give(self) -> Given:
         with self.changed:
-            self.under_way, self._began = True, time.monotonic()
+            self._began = time.monotonic()
+            self._join(self._began)
         found = self._gradients.give() if self._gives and not self.owes else None
         contribution, values = found if found is not None else (None, None)
         return Given(
@@ -147,12 +151,13 @@ class Handover:
 
     # ------------------------------------------------------------------ the training thread
 
-    def begin_batch(self, head: Head, *, wait: bool) -> bool:
-        """A batch is begun; False (with ``wait``) if there is something to be done first."""
+    def begin_batch(self, head: Head, limit_s: float) -> bool:
+        """A batch is begun; False if there is something to be done first, or a round to wait for, so long at most."""
+        now = time.monotonic()
         with self.changed:
-            if self.ready(head) or (wait and self.under_way):
+            if self.ready(head) or (self.under_way and now < self._since + limit_s):
                 return False
-            self._pace.begin_batch(time.monotonic())
+            self._pace.begin_batch(now)
             return True
 
     def end_batch(self) -> None:
@@ -189,6 +194,10 @@ class Handover:
             if self._head == head:
                 self.owes = False
             return not self.owes
+
+    def _join(self, now: float) -> None:
+        if not self.under_way:
+            self.under_way, self._since = True, now
 
     def _keep(self, step: Step) -> None:
         """In memory; or, while a state takes longer to come than so many steps, on disk."""
