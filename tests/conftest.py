@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from swarm.harness import Swarm, Zygotes  # noqa: E402 - needs the path above
 
-#: ENGINES=native,hivemind in the environment picks others
-ENGINES = os.environ.get("ENGINES", "hivemind").split(",")
+#: ENGINES=hivemind in the environment picks one of them
+ENGINES = os.environ.get("ENGINES", "native,hivemind").split(",")
 _SWARM = pytest.StashKey[Swarm]()
 
 

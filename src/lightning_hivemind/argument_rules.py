@@ -221,7 +221,7 @@ def _averagers(values: Values) -> None:
 
 
 def _native(values: Values) -> None:
-    """What the native engine does not have (yet): refused, never ignored."""
+    """What one engine has and the other has not: refused, never ignored."""
     if values["engine"] != "native":
         for name, (default, wrong) in _ONLY_NATIVE.items():
             if values[name] != default:

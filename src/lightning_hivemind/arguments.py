@@ -28,7 +28,7 @@ from lightning_hivemind import argument_checks as check
 from lightning_hivemind import argument_rules as rules
 from lightning_hivemind.network.settings import NetworkSettings
 
-ENGINES = ("hivemind", "native")
+ENGINES = ("native", "hivemind")
 PEERS_VARIABLE = "INITIAL_PEERS"
 OLDER_PEERS_VARIABLE = "PL_INITIAL_PEERS"
 EVENTS_VARIABLE = "LIGHTNING_HIVEMIND_EVENTS"
@@ -53,14 +53,14 @@ class Arguments:
     batch_size: int | None = _argument(None, check.optional(check.whole_number))
     """Samples per batch and process. Give it only if the batch is of a type whose size cannot be seen."""
 
-    engine: str = _argument("hivemind", check.one_of(*ENGINES))
-    """What averages; equal on all peers. ``"hivemind"`` talks to every other script that uses ``hivemind.Optimizer``.
-    ``"native"`` is under construction: what it does not have yet is refused."""
+    engine: str = _argument("native", check.one_of(*ENGINES))
+    """What averages; equal on all peers. ``"native"``: rounds of this package's own, after which all peers have the
+    same parameters. Set ``"hivemind"``, its averagers, if scripts that use ``hivemind.Optimizer`` take part."""
 
     # -- what runs in the background ----------------------------------------------------------------------------------
     delay_state_averaging: bool = _argument(False, check.flag)
-    """Average parameters and extra tensors while training goes on. Set it if steps wait for the state averaging;
-    unset it if the peers' parameters drift apart."""
+    """Needed by the two delays below. By itself it averages parameters while training goes on, with
+    ``use_local_updates`` or ``engine="hivemind"``; unset it there if the peers' parameters drift apart."""
 
     delay_optimizer_step: bool = _argument(None, check.optional(check.flag))
     """Step in the background; the result is applied at a later batch. Needs ``delay_state_averaging``; offloads. Set it
@@ -91,16 +91,17 @@ class Arguments:
 
     # -- rounds -------------------------------------------------------------------------------------------------------
     matchmaking_time: float = _argument(5.0, check.positive)
-    """Seconds that a group waits for peers. Raise it if more than a quarter of the rounds miss peers that are alive;
-    lower it, down to 1 in a fast network, if steps wait for it."""
+    """Seconds that a round waits for peers that are called; it begins as soon as all are there. Raise it if more than a
+    quarter of the rounds miss peers that are alive; lower it, down to 1 in a fast network, if steps wait for who does
+    not come."""
 
     averaging_timeout: float = _argument(30.0, check.positive)
-    """Seconds after which a hanging round is given up. Raise it if more than a quarter of the rounds time out though no
-    peer left; lower it if one lost peer holds up the others for too long."""
+    """Seconds after which a hanging round is given up; ``engine="native"`` tries it again. Raise it if more than a
+    quarter of the rounds time out though no peer left; lower it if one slow peer holds up the others for too long."""
 
     allreduce_timeout: float = _argument(None, check.optional(check.positive))
-    """Seconds for one attempt at exchanging data within a round. Lower it to leave time for a second attempt. ``None``:
-    ``averaging_timeout``."""
+    """Seconds for one attempt at exchanging data within a round; with ``engine="native"`` who is not done then is left
+    out, once. Lower it to leave time for a second attempt. ``None``: ``averaging_timeout``."""
 
     next_chunk_timeout: float = _argument(None, check.optional(check.positive))
     """Seconds that a peer may be silent within a round before it is left out. Raise it if slow peers are left out.
@@ -110,21 +111,25 @@ class Arguments:
     """Seconds for downloading the swarm's state. Raise it if a late joiner with a slow network never gets through."""
 
     max_staleness: int = _argument(1, check.whole_number)
-    """Only with ``engine="native"``: gradients that were computed with parameters of more global steps ago are dropped.
-    Raise it if a slow peer's samples are reported as lost."""
+    """Gradients that were computed with parameters of more global steps ago are dropped (``delay_optimizer_step`` and
+    ``delay_grad_averaging`` add one each). Not with ``engine="hivemind"``. Raise it if a slow peer's samples are
+    reported as lost."""
 
     average_state_every: int = _argument(1, check.whole_number)
-    """Average the state at every n-th global step. Raise it to save traffic, lower it if parameters drift apart."""
+    """Compare parameters at every n-th global step (1: every 64th); who differs from most takes a state. With
+    ``engine="hivemind"``: average the state; raise it to save traffic, lower it if parameters drift apart."""
 
     averager_opts: Mapping[str, Any] = _argument(None, check.options(rules.AVERAGER_KEYWORDS, rules.AVERAGER_OWNED))
-    """More keywords for both averagers, such as ``{"target_group_size": 4}``. Give ``{"min_group_size": 3}`` to make no
-    step before three peers are there (the only one with ``engine="native"``)."""
+    """``{"min_group_size": 3}``, and nothing else: no step is made by fewer than three peers. With
+    ``engine="hivemind"``: more keywords for both averagers, such as ``{"target_group_size": 4}``."""
 
     tracker_opts: Mapping[str, Any] = _argument(None, check.options(rules.TRACKER_KEYWORDS, rules.TRACKER_OWNED))
-    """More keywords for what reports progress; lower ``max_refresh_period`` if peers notice the target late."""
+    """Only with ``engine="hivemind"``: more keywords for what reports progress; lower ``max_refresh_period`` if peers
+    notice the target late."""
 
     performance_ema_alpha: float = _argument(0.1, check.fraction)
-    """Weight of the newest sample in the moving averages of speed. Raise it if the speed of peers changes quickly."""
+    """Only with ``engine="hivemind"``: weight of the newest sample in the moving averages of speed. Raise it if the
+    speed of peers changes quickly."""
 
     shutdown_timeout: float = _argument(5.0, check.positive)
     """Seconds that leaving the swarm may take before what is left is killed."""
@@ -134,23 +139,27 @@ class Arguments:
 
     # -- what is sent, and how --------------------------------------------------------------------------------------
     grad_compression: Any = _argument(None, check.optional(check.codec))
-    """Codec of gradients, from ``lightning_hivemind.codecs``; ``None`` sends them as they are. Give a coarser one
-    if rounds are limited by bandwidth."""
+    """Codec of gradients, from ``lightning_hivemind.codecs``; equal on all peers. ``None`` sends them as they are. Give
+    a coarser one if rounds are limited by bandwidth."""
 
     state_averaging_compression: Any = _argument(None, check.optional(check.codec))
-    """Codec of parameters, statistics and extra tensors when they are averaged. Losses here stay in the parameters."""
+    """Codec of parameters when they are averaged: with ``use_local_updates``, or with ``engine="hivemind"``. Equal on
+    all peers. Losses here stay in the parameters."""
 
     load_state_compression: Any = _argument(None, check.optional(check.codec))
-    """Codec of the state that a late joiner downloads from this peer."""
+    """Only with ``engine="hivemind"``: codec of the state that a late joiner downloads from this peer."""
 
     grad_averager_factory: Callable[..., Any] | None = _argument(None, check.optional(check.factory))
-    """Makes the averager of gradients; such as ``partial(PowerSGDGradientAverager, averager_rank=32)``."""
+    """PowerSGD, as ``partial(PowerSGDGradientAverager, averager_rank=32)``; equal on all peers. With
+    ``engine="hivemind"`` whatever makes an averager of gradients."""
 
     average_opt_statistics: tuple[str, ...] = _argument((), check.texts)
-    """Names of entries of the optimizer's state that are averaged, too; such as ``("exp_avg_sq",)``."""
+    """Names of entries of the optimizer's state that are averaged, too, such as ``("exp_avg_sq",)``; for
+    ``use_local_updates`` or ``engine="hivemind"``, since otherwise all peers have the same."""
 
     extra_tensors: tuple[torch.Tensor, ...] = _argument((), check.tensors)
-    """More tensors to average with the state and to hand to late joiners; BatchNorm's statistics, say."""
+    """More tensors to average, and to hand to late joiners. The module's buffers (BatchNorm's statistics, say) need not
+    be given; with ``engine="hivemind"`` they are averaged only if they are."""
 
     # -- network ------------------------------------------------------------------------------------------------------
     initial_peers: tuple[str, ...] = _argument((), check.addresses)
@@ -158,10 +167,12 @@ class Arguments:
     this peer starts a new swarm."""
 
     host_maddrs: tuple[str, ...] | None = _argument(None, check.optional(check.addresses))
-    """Multiaddresses to listen on. Give it to fix the port, for a firewall say; ``None`` lets the network choose."""
+    """Multiaddresses to listen on. Give it to fix the port, for a firewall say; ``None`` lets the network choose. With
+    ``engine="native"`` the next port is listened on, too (31331 beside ``/tcp/31330``)."""
 
     announce_maddrs: tuple[str, ...] = _argument((), check.addresses)
-    """Multiaddresses under which others reach this peer, if they differ from where it listens (NAT, containers)."""
+    """Multiaddresses under which others reach this peer, if they differ from where it listens (NAT, containers). With
+    ``engine="native"`` forward the port after that of ``host_maddrs``, too, to the same number."""
 
     identity_path: str | None = _argument(None, check.optional(check.file_path))
     """File with this peer's key, made if it is not there: the peer id, and so its address, survive a restart."""
@@ -170,11 +181,12 @@ class Arguments:
     """Accept no incoming connections. Set it behind a firewall that cannot be opened. ``None``: no."""
 
     insecure_lan: bool = _argument(False, check.flag)
-    """Only with ``engine="native"``: gradients and states are sent in the clear, between private addresses only; equal
-    on all peers. Set it where nobody else can read or write the network, if rounds wait for processors that encrypt."""
+    """Gradients and states are sent in the clear, between private addresses only; equal on all peers. Not with
+    ``engine="hivemind"``. Set it where nobody else can read or write the network, if rounds wait for processors that
+    encrypt."""
 
     use_relay: bool = _argument(True, check.flag)
-    """Reach peers behind NAT through relays."""
+    """Reach peers behind NAT through relays. (Gradients go through them with ``engine="hivemind"`` only.)"""
 
     use_auto_relay: bool = _argument(False, check.flag)
     """Look for a relay to be reached through. Set it if this peer is behind NAT and others cannot reach it."""

@@ -41,7 +41,7 @@ class AddressError(NetworkError, ValueError):
 
 
 class DaemonError(NetworkError):
-    """The libp2p daemon did not start; or it, the DHT process or an averager is gone."""
+    """The libp2p daemon did not start; or it, the DHT process or (``engine="hivemind"``) an averager is gone."""
 
     @classmethod
     def gone(cls, part: str) -> DaemonError:
@@ -65,7 +65,7 @@ class SwarmError(LightningHivemindError, RuntimeError):
 
 
 class SchemaMismatchError(SwarmError):
-    """A live peer with the same ``run_id`` trains a model of another shape, or with another target."""
+    """A live peer with the same ``run_id`` has a model of another shape, another target, engine or codec."""
 
 
 class StateError(SwarmError):

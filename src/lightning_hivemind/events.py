@@ -65,7 +65,7 @@ class SwarmReady(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeersChanged(Event):
-    """The number of peers that report progress changed (this peer included)."""
+    """The number of peers that are known to be alive changed (this peer included)."""
 
     level: ClassVar[int] = logging.INFO
     sentence: ClassVar[str] = "peers in the run: {num_peers}"
@@ -97,7 +97,10 @@ class BatchDropped(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundStarted(Event):
-    """This peer entered the averaging round that ends ``epoch`` with ``samples`` of its own."""
+    """This peer entered the averaging round that ends ``epoch`` with ``samples`` of its own.
+
+    With ``engine="native"`` it is said between two batches, with what this peer holds then, and once for all attempts.
+    """
 
     epoch: int
     samples: int
@@ -107,10 +110,12 @@ class RoundStarted(Event):
 class EpochCommitted(Event):
     """The optimizer made (or, delayed, was given) its step: ``epoch`` is the number of global steps made so far.
 
-    ``contributors`` are the peers whose gradients are in it, ``samples`` those of this peer, ``fraction`` the share
-    of the averaged values that really arrived (1.0 when alone), ``duration_s`` the time that training waited for it.
-    While the round is still under way (``delay_grad_averaging``, or ``use_local_updates`` with
-    ``delay_state_averaging``) ``contributors`` and ``fraction`` are 0.
+    ``contributors`` are the peers whose gradients are in it, ``samples`` those of this peer, ``duration_s`` the time
+    from when this peer gave its gradient to the round until now, for which training waited if no batch went on
+    meanwhile. ``fraction`` is 1.0. With ``engine="hivemind"`` it is the share of the averaged values that really
+    arrived, and ``duration_s`` the time that training waited; while the round is still under way
+    (``delay_grad_averaging``, or ``use_local_updates`` with ``delay_state_averaging``) ``contributors`` and
+    ``fraction`` are 0.
     """
 
     sentence: ClassVar[str] = (
@@ -125,7 +130,10 @@ class EpochCommitted(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DelayedRoundFinished(Event):
-    """With ``delay_grad_averaging``: what came of the round that ended in ``epoch``; see ``EpochCommitted``."""
+    """What came of the round that ended in ``epoch``, with ``engine="hivemind"`` and ``delay_grad_averaging``.
+
+    See ``EpochCommitted`` for the fields.
+    """
 
     sentence: ClassVar[str] = "global step {epoch}: gradients averaged with {contributors} peers"
     epoch: int
@@ -135,9 +143,11 @@ class DelayedRoundFinished(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundIncomplete(Event):
-    """An averaging round failed or brought only part of the values; ``kind`` is ``"gradients"`` or ``"state"``.
+    """An averaging round came to nothing: nothing was changed, and the next attempt has the same gradients.
 
-    ``action`` says what was done about it. ``fraction`` is the share of values that arrived (0.0: none).
+    (Not told of an attempt that failed while this peer computed a batch, if the next one has succeeded by its end.)
+    With ``engine="hivemind"`` it may also have brought part of the values, and ``action`` says what was done about it:
+    ``fraction`` is the share that arrived (0.0: none), and ``kind`` is ``"gradients"`` or ``"state"``.
     """
 
     level: ClassVar[int] = logging.WARNING
@@ -190,9 +200,10 @@ class StateUnavailable(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParametersDiffered(Event):
-    """At global step ``epoch`` this peer's parameters were not those of ``num_peers`` others, whose state it takes now.
+    """With ``engine="native"``: at global step ``epoch`` this peer's parameters were not those of ``num_peers`` others.
 
-    Between peers of unlike hardware or torch that is to be expected (``reason`` says so), between like ones it is not.
+    It takes their state now. Between peers of unlike hardware or torch that is to be expected (``reason`` says so),
+    between like ones it is not.
     """
 
     level: ClassVar[int] = logging.WARNING
@@ -216,7 +227,10 @@ class StopRequested(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DhtSilent(Event):
-    """The DHT did not answer in time about ``what``; this peer goes on with what it knows."""
+    """With ``engine="hivemind"``: the DHT did not answer in time about ``what``; this peer goes on with what it knows.
+
+    (With ``engine="native"`` peers that are connected need no DHT.)
+    """
 
     level: ClassVar[int] = logging.WARNING
     sentence: ClassVar[str] = "no answer from the DHT about {what} in {duration_s:.1f} s; going on with what is known"

@@ -242,7 +242,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def teardown(self) -> None:
         """Leave the swarm and stop every process that was started; safe to call twice.
 
-        Takes ``shutdown_timeout`` for the averagers and four seconds for the network, at most.
+        Takes ``shutdown_timeout`` for the engine and four seconds for the network, at most.
         """
         session, self._session = self._session, None
         network = None

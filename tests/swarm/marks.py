@@ -6,3 +6,5 @@ import pytest
 
 #: of arguments that the native engine refuses (tests/unit/test_arguments.py), or of hivemind's own parts
 HIVEMIND_ONLY = pytest.mark.parametrize("engine", ["hivemind"])
+#: of what no engine has a part in, or only the default: once is enough
+ANY_ENGINE = pytest.mark.parametrize("engine", ["native"])

@@ -231,8 +231,9 @@ def cli(spec: PeerSpec) -> None:
             return make_loader(32, 8, None)
 
     made = cli_module.LightningCLI(Model, save_config_callback=None)
-    strategy = made.trainer.strategy
-    Recorder(spec).write("finished", global_step=made.trainer.global_step, target=strategy.arguments.target_batch_size)
+    arguments = made.trainer.strategy.arguments
+    target, engine = arguments.target_batch_size, arguments.engine
+    Recorder(spec).write("finished", global_step=made.trainer.global_step, target=target, engine=engine)
 
 
 def dht_hangs(spec: PeerSpec) -> None:

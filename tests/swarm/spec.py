@@ -38,7 +38,7 @@ class PeerSpec:
 
     scenario: str = "swarm.peer_main:train"
     lightning: str = "lightning"
-    engine: str = "hivemind"
+    engine: str = "native"
     strategy: dict[str, Any] | None = field(default_factory=dict)
     strategy_code: dict[str, str] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)

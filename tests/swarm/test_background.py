@@ -6,7 +6,7 @@ import pytest
 
 from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import Swarm
-from swarm.marks import HIVEMIND_ONLY
+from swarm.marks import ANY_ENGINE, HIVEMIND_ONLY
 from swarm.replay import distance, replay
 
 pytestmark = pytest.mark.swarm
@@ -118,6 +118,7 @@ def test_two_peers_with_offloaded_optimizers_make_the_same_steps(swarm: Swarm) -
 def test_delayed_state_averaging_brings_peers_together(swarm: Swarm) -> None:
     """One starts apart: averaged gradients alone would keep it there.
 
+    (hivemind averages parameters; the native engine compares them, and who differs takes the others'.)
     The one delay that needs no scheduler_fn once the optimizer stays where it is.
     """
     first, second = swarm.start(
@@ -188,6 +189,7 @@ def test_a_module_without_own_zero_grad_causes_no_warning(swarm: Swarm) -> None:
     assert "optimizer_zero_grad" not in peer.output
 
 
+@ANY_ENGINE
 def test_an_offloaded_optimizer_with_a_scheduler_of_the_module_is_refused_with_the_fix(swarm: Swarm) -> None:
     from swarm.spec import PeerSpec
 

@@ -74,7 +74,7 @@ def test_the_wish_to_stop_travels_with_delayed_averaging_of_local_updates(swarm:
 
 
 def test_an_engine_that_fails_to_start_leaves_nothing(swarm: Swarm) -> None:
-    """The averagers run already when the scheduler is made."""
+    """Processes and threads run already when the scheduler is made."""
     peer = swarm.launch(
         PeerSpec(
             strategy={"target_batch_size": 8, "offload_optimizer": True},

@@ -11,12 +11,14 @@ import time
 import pytest
 
 from swarm.harness import PeerFailed, Swarm
+from swarm.marks import ANY_ENGINE
 from swarm.processes import descendants, state_of, wait_until
 from swarm.spec import PeerSpec
 
 pytestmark = pytest.mark.swarm
 
 
+@ANY_ENGINE
 def test_a_plain_run_leaves_a_record_of_every_step(swarm: Swarm) -> None:
     peer = swarm.plain(trainer={"max_steps": 3}, batch_size=4)
     assert sorted(peer.commits) == [0, 1, 2, 3]
@@ -24,11 +26,13 @@ def test_a_plain_run_leaves_a_record_of_every_step(swarm: Swarm) -> None:
     assert [len(peer.commits[step].indices) for step in (1, 2, 3)] == [4, 4, 4]
 
 
+@ANY_ENGINE
 def test_two_runs_of_one_seed_are_bitwise_equal(swarm: Swarm) -> None:
     first, second = (swarm.plain(trainer={"max_steps": 3}, model={"optimizer": "adamw"}) for _ in range(2))
     assert [c.digest for c in first.commits.values()] == [c.digest for c in second.commits.values()]
 
 
+@ANY_ENGINE
 def test_a_peer_that_ends_while_it_is_waited_for_fails_the_test_at_once(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(strategy=None, model={"raise_at": [1]}))
     start = time.monotonic()
@@ -38,6 +42,7 @@ def test_a_peer_that_ends_while_it_is_waited_for_fails_the_test_at_once(swarm: S
     assert "induced failure in batch 1" in peer.output
 
 
+@ANY_ENGINE
 def test_a_deadline_ends_a_wait_and_shows_where_the_peer_is(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(strategy=None, hold_at=[2]))
     peer.wait_for("holding", epoch=2)
@@ -48,6 +53,7 @@ def test_a_deadline_ends_a_wait_and_shows_where_the_peer_is(swarm: Swarm) -> Non
     swarm.finish(peer)
 
 
+@ANY_ENGINE
 def test_faults_really_happen(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(strategy=None, delay_s=0.02, trainer={"max_steps": -1, "max_epochs": -1}))
     peer.wait_epoch(1)
@@ -62,6 +68,7 @@ def test_faults_really_happen(swarm: Swarm) -> None:
     assert peer.exit_code == -signal.SIGKILL
 
 
+@ANY_ENGINE
 def test_a_detached_grandchild_is_found_and_ended(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(strategy=None, scenario="swarm.scenarios:leak"))
     wait_until(lambda: peer.exit_code == 0, timeout_s=20, what="the leaking peer ends")
@@ -73,6 +80,7 @@ def test_a_detached_grandchild_is_found_and_ended(swarm: Swarm) -> None:
     swarm.peers.remove(peer)  # its leak is what was asked for
 
 
+@ANY_ENGINE
 def test_a_port_that_stays_open_is_reported(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(strategy=None, scenario="swarm.scenarios:listen"))
     port = peer.wait_for("listening")["port"]

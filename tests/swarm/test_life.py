@@ -10,7 +10,7 @@ import pytest
 
 from swarm.checks import assert_in_step, assert_ledger
 from swarm.harness import PROMISED_S, QUICK, START_S, Peer, Swarm
-from swarm.marks import HIVEMIND_ONLY
+from swarm.marks import ANY_ENGINE, HIVEMIND_ONLY
 from swarm.models import FEATURES
 from swarm.replay import distance, next_step
 from swarm.spec import ENDLESS, PeerSpec
@@ -30,7 +30,7 @@ def test_a_running_peer_has_what_the_leak_checks_look_for(swarm: Swarm) -> None:
     peer = running(swarm)
     now = peer.look()
     assert now.named("p2pd"), "no libp2p daemon"
-    assert len(now.processes) >= 4, "trainer, daemon and averagers"
+    assert len(now.processes) >= 4, "trainer, DHT process, daemon and what watches them, or averagers"
     assert [port for port in now.ports if port[0].startswith("tcp")], "nobody listens"
     assert now.sockets, "no Unix socket of the daemon"
 
@@ -285,6 +285,7 @@ def test_fit_can_be_called_twice_in_one_process(swarm: Swarm) -> None:
     peer.wait_exit()
 
 
+@ANY_ENGINE
 def test_asking_for_the_dht_starts_it_and_its_process_ends_with_the_script(swarm: Swarm) -> None:
     """Scripts read ``strategy.dht.get_visible_maddrs()`` right after construction; some validate, some never fit."""
     peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:only_dht"))

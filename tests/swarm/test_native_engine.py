@@ -1,4 +1,4 @@
-"""The native engine in real peers: what it promises beyond hivemind's. (ENGINES=native runs the others on it.)"""
+"""The native engine in real peers: what it promises beyond hivemind's. (The others run on it, too.)"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import pytest
 
 from swarm.checks import assert_complete, assert_in_step
 from swarm.harness import START_S, Swarm
+from swarm.marks import ANY_ENGINE
 from swarm.spec import PeerSpec
 
 pytestmark = pytest.mark.swarm
@@ -53,6 +54,7 @@ def test_the_older_name_is_the_same_strategy(swarm: Swarm) -> None:
     peer.wait_exit()
 
 
+@ANY_ENGINE
 def test_the_registry_knows_the_strategy_by_name(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:registry"))
     assert set(peer.wait_for("registry", timeout_s=START_S)["names"]) >= {"hivemind", "collaborative"}
@@ -76,6 +78,7 @@ trainer:
 """
 
 
+@ANY_ENGINE
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 @pytest.mark.parametrize("home", ["lightning_hivemind.strategy", "lightning_hivemind"])
 def test_lightning_cli_takes_the_strategy_from_yaml(swarm: Swarm, package: str, home: str) -> None:
@@ -83,5 +86,5 @@ def test_lightning_cli_takes_the_strategy_from_yaml(swarm: Swarm, package: str, 
     config.write_text(CONFIG.replace("CLASS_PATH", f"{home}.HivemindStrategy"), encoding="utf-8")
     peer = swarm.launch(PeerSpec(lightning=package, scenario="swarm.scenarios:cli", free={"config": str(config)}))
     result = peer.wait_for("finished", timeout_s=START_S)
-    assert (result["global_step"], result["target"]) == (2, 16)
+    assert (result["global_step"], result["target"], result["engine"]) == (2, 16, "native")
     peer.wait_exit()

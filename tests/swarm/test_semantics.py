@@ -11,6 +11,7 @@ import torch
 
 from swarm.checks import assert_complete, assert_in_step, assert_ledger
 from swarm.harness import START_S, Peer, Swarm
+from swarm.marks import ANY_ENGINE
 from swarm.replay import distance, replay
 from swarm.spec import PeerSpec
 
@@ -169,27 +170,32 @@ def test_clipping_acts_on_the_averaged_gradient(swarm: Swarm, algorithm: str) ->
     assert_in_step(peers, [1, 2, 3])
 
 
+@ANY_ENGINE
 def test_accumulate_grad_batches_is_refused_with_the_fix(swarm: Swarm) -> None:
     text = refused(swarm, trainer={"accumulate_grad_batches": 2})
     assert "accumulate_grad_batches=2" in text
     assert "target_batch_size" in text
 
 
+@ANY_ENGINE
 def test_a_gradient_accumulation_scheduler_is_refused(swarm: Swarm) -> None:
     code = "[pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})]"
     assert "target_batch_size" in refused(swarm, trainer_code={"callbacks": code})
 
 
+@ANY_ENGINE
 def test_several_optimizers_are_refused(swarm: Swarm) -> None:
     """Lightning allows them in manual optimization only, and says so; in a swarm that is no fix."""
     assert "optimizer" in refused(swarm, model={"optimizers": 2, "manual": True})
     assert "exactly one" in refused(swarm, model={"optimizers": 2})
 
 
+@ANY_ENGINE
 def test_reduce_on_plateau_is_refused(swarm: Swarm) -> None:
     assert "ReduceLROnPlateau" in refused(swarm, model={"scheduler": "plateau"})
 
 
+@ANY_ENGINE
 def test_several_devices_are_refused(swarm: Swarm) -> None:
     assert "devices" in refused(swarm, trainer={"devices": 2})
 
@@ -240,6 +246,7 @@ def test_a_peer_with_non_finite_gradients_does_not_spoil_the_swarm(swarm: Swarm)
     assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
 
 
+@ANY_ENGINE
 def test_a_batch_of_unknown_size_is_refused_with_the_fix(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:batch_without_size"))
     error = peer.wait_for("raised", timeout_s=START_S)
@@ -248,14 +255,17 @@ def test_a_batch_of_unknown_size_is_refused_with_the_fix(swarm: Swarm) -> None:
     peer.wait_exit(code=1)
 
 
+@ANY_ENGINE
 def test_an_optimizer_that_evaluates_the_loss_itself_is_refused(swarm: Swarm) -> None:
     assert "LBFGS" in refused(swarm, model={"optimizer": "lbfgs"})
 
 
+@ANY_ENGINE
 def test_complex_parameters_are_refused_by_name(swarm: Swarm) -> None:
     assert "net.0.weight has dtype torch.complex64" in refused(swarm, model={"dtype": "complex64"})
 
 
+@ANY_ENGINE
 def test_an_event_file_that_cannot_be_written_is_refused(swarm: Swarm) -> None:
     text = refused(swarm, env={"LIGHTNING_HIVEMIND_EVENTS": str(swarm.folder)})
     assert str(swarm.folder) in text

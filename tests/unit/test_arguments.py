@@ -17,7 +17,7 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 from lightning_hivemind import argument_rules
-from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.arguments import ENGINES, Arguments
 from lightning_hivemind.codecs import (
     BFloat16Compression,
     Blockwise4BitQuantization,
@@ -55,7 +55,7 @@ PUBLISHED_DEFAULTS = {
     "identity_path": None,
     "client_mode": None,
     "startup_timeout": 120.0,
-    "engine": "hivemind",
+    "engine": "native",
     "grad_compression": None,
     "state_averaging_compression": None,
     "load_state_compression": None,
@@ -117,10 +117,13 @@ def test_delays_bring_what_they_need(given: dict[str, bool], offload: bool, step
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # one value
     ({"target_batch_size": 0}, "target_batch_size=0: is below 1; give an int, 1 or more"),
-    ({"averager_opts": {"target_group_size": 1}}, "target_group_size is no whole number above 1"),
+    ({"engine": "hivemind", "averager_opts": {"target_group_size": 1}}, "target_group_size is no whole number above 1"),
     ({"averager_opts": {"min_group_size": 2.0}}, "min_group_size is no whole number above 1"),
-    ({"averager_opts": {"min_group_size": 3, "target_group_size": 2}}, "lower min_group_size"),
-    ({"averager_opts": {"request_timeout": 5.0}}, "request_timeout=5.0 is not below matchmaking_time=5.0"),
+    ({"engine": "hivemind", "averager_opts": {"min_group_size": 3, "target_group_size": 2}}, "lower min_group_size"),
+    (
+        {"engine": "hivemind", "averager_opts": {"request_timeout": 5.0}},
+        "request_timeout=5.0 is not below matchmaking_time=5.0",
+    ),
     ({"target_batch_size": True}, "target_batch_size=True: a bool is not a whole number"),
     ({"target_batch_size": 64.0}, "target_batch_size=64.0: a float is not a whole number"),
     ({"batch_size": 0}, "batch_size=0: is below 1"),
@@ -130,9 +133,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run_id": "v1.2"}, "run_id='v1.2': contains '.'"),
     ({"run_id": "my run"}, "run_id='my run': contains white space"),
     ({"run_id": 3}, "run_id=3: a int is not text"),
-    ({"engine": "gloo"}, "engine='gloo': is unknown; choose one of 'hivemind', 'native'"),
-    ({"max_staleness": 4}, 'leave it away, or use engine="native"'),
-    ({"insecure_lan": True}, 'hivemind encrypts everything; leave it away, or use engine="native"'),
+    ({"engine": "gloo"}, "engine='gloo': is unknown; choose one of 'native', 'hivemind'"),
+    ({"engine": "hivemind", "max_staleness": 4}, 'leave it away, or use engine="native"'),
+    (
+        {"engine": "hivemind", "insecure_lan": True},
+        'hivemind encrypts everything; leave it away, or use engine="native"',
+    ),
     (
         {"engine": "native", "insecure_lan": True, "announce_maddrs": ["/ip4/8.8.8.8/tcp/4000"]},
         "/ip4/8.8.8.8/tcp/4000 is a public address, and everybody on the way could read and change what is sent",
@@ -148,12 +154,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"engine": "native", "performance_ema_alpha": 0.5}, "an option of hivemind's progress tracker"),
     ({"engine": "native", "load_state_compression": Float16Compression()}, "takes the state bit for bit"),
-    ({"grad_compression": BFloat16Compression()}, "hivemind has no wire format for BFloat16Compression; use engine="),
     (
-        {"state_averaging_compression": SizeAdaptiveCompression(9, Float16Compression(), Blockwise4BitQuantization())},
+        {"engine": "hivemind", "grad_compression": BFloat16Compression()},
+        "hivemind has no wire format for BFloat16Compression; use engine=",
+    ),
+    (
+        {
+            "engine": "hivemind",
+            "grad_compression": SizeAdaptiveCompression(9, Float16Compression(), Blockwise4BitQuantization()),
+        },
         "hivemind has no wire format for Blockwise4BitQuantization",
     ),
-    ({"grad_compression": TopKCompression()}, "hivemind has no wire format for TopKCompression"),
+    ({"engine": "hivemind", "grad_compression": TopKCompression()}, "hivemind has no wire format for TopKCompression"),
     (
         {"engine": "native", "use_local_updates": True, "state_averaging_compression": TopKCompression()},
         "is sent later, with gradients as they are; use another codec",
@@ -240,7 +252,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"use_local_updates": True, "grad_compression": Float16Compression()},
         "leave it away, or set use_local_updates=False",
     ),
-    ({"use_local_updates": True, "grad_averager_factory": dict}, "leave it away, or set use_local_updates=False"),
+    (
+        {"use_local_updates": True, "grad_averager_factory": LOW_RANK(averager_rank=4)},
+        "leave it away, or set use_local_updates=False",
+    ),
     # auxiliary peers
     ({"auxiliary": True, "client_mode": True, "initial_peers": PEER}, "set client_mode=False or auxiliary=False"),
     ({"auxiliary": True, "batch_size": 4}, "batch_size=4: an auxiliary peer (auxiliary=True) has no batches; leave it"),
@@ -287,9 +302,34 @@ ALLOWED: list[dict[str, Any]] = [
     {"reuse_grad_buffers": True, "offload_optimizer": True, "delay_state_averaging": True},
     {"use_auto_relay": True, "trusted_relays": [PEER]},
     {"engine": "native", "averager_opts": {"min_group_size": 3}},
-    {"averager_opts": {"target_group_size": 4}, "tracker_opts": {"max_refresh_period": 1.0}},
+    {"engine": "hivemind", "averager_opts": {"target_group_size": 4}, "tracker_opts": {"max_refresh_period": 1.0}},
+    {"max_staleness": 4},
+    {"insecure_lan": True},
+    {"grad_compression": TopKCompression()},
     {"matchmaking_time": 1, "averaging_timeout": 2, "allreduce_timeout": 1.5},
 ]
+
+
+#: what the published pages show (the first row with all the delays)
+PUBLISHED: list[dict[str, Any]] = [
+    {
+        "delay_state_averaging": True,
+        "delay_grad_averaging": True,
+        "delay_optimizer_step": True,
+        "offload_optimizer": True,
+        "scheduler_fn": functools.partial(ExponentialLR, gamma=0.999),
+    },
+    {"offload_optimizer": True, "scheduler_fn": functools.partial(ExponentialLR, gamma=0.999)},
+    {"reuse_grad_buffers": True},
+    {"grad_compression": Float16Compression(), "state_averaging_compression": Float16Compression()},
+    {"grad_averager_factory": LOW_RANK(averager_rank=32, min_compression_ratio=0.5)},
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("arguments", PUBLISHED, ids=["+".join(one) for one in PUBLISHED])
+def test_what_was_published_is_taken_by_every_engine(arguments: dict[str, Any], engine: str) -> None:
+    create(engine=engine, **arguments)
 
 
 @pytest.mark.parametrize("arguments", ALLOWED, ids=["+".join(one) for one in ALLOWED])
@@ -322,7 +362,7 @@ def test_a_ready_plateau_scheduler_is_refused_even_without_offload() -> None:
 def test_arguments_cannot_be_changed_afterwards() -> None:
     options = {"target_group_size": 4}
     tensors = [torch.zeros(1)]
-    arguments = create(averager_opts=options, extra_tensors=tensors)
+    arguments = create(engine="hivemind", averager_opts=options, extra_tensors=tensors)
     options["target_group_size"] = 5
     tensors.clear()
     assert arguments.averager_opts["target_group_size"] == 4
@@ -337,8 +377,8 @@ def test_arguments_cannot_be_changed_afterwards() -> None:
     "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
 )
 def test_a_copy_is_equal_and_as_read_only(duplicate: Any) -> None:
-    twin = duplicate(create(averager_opts={"target_group_size": 4}))
-    assert twin == create(averager_opts={"target_group_size": 4})
+    twin = duplicate(create(engine="hivemind", averager_opts={"target_group_size": 4}))
+    assert twin == create(engine="hivemind", averager_opts={"target_group_size": 4})
     with pytest.raises(TypeError):
         twin.averager_opts["target_group_size"] = 6
 

@@ -1,5 +1,7 @@
 """How tensors are written on the wire: hivemind's formats, encoded and decoded by code that is right.
 
+(With ``engine="native"`` these classes only say what is wanted: it encodes by ``engine/native/codecs``.)
+
 The classes here are subclasses of hivemind's with the same names and the same wire types, so that peers without this
 package read what they write and the other way round, and ``isinstance`` against hivemind's classes holds. They exist
 because hivemind 1.1.12

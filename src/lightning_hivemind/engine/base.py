@@ -42,7 +42,8 @@ class PeerTraining:
         before_optimizer_step: ``callable(optimizer)``, called once per global step with the averaged gradients in
             place: hooks and gradient clipping.
         extra_tensors: tensors averaged besides the parameters (BatchNorm statistics, say).
-        buffers: of the module (BatchNorm statistics, say): handed to joiners with the state.
+        buffers: of the module (BatchNorm statistics, say): handed to joiners with the state; the native engine
+            averages them, too.
         schema: one line per parameter, name, shape and dtype: equal on all peers of a run.
         should_abort: asked while waiting; true means that this process is being stopped.
     """
@@ -70,7 +71,7 @@ class Engine(Protocol):
     optimizer: torch.optim.Optimizer
 
     def start(self) -> None:
-        """Bring up averagers; after it, other peers can see this one. Raises SchemaMismatchError."""
+        """Bring up what averages; after it, other peers can see this one. Raises SchemaMismatchError."""
 
     def synchronise(self) -> StepOutcome:
         """Before the first batch: take the swarm's state if there is one that is worth taking."""

@@ -183,8 +183,8 @@ def choose_shareable(addresses: Sequence[str]) -> Shareable:
     if by_reach["private"]:
         advice = (
             "These addresses work inside this machine's own network only. For peers elsewhere, forward a port to this "
-            "machine and give it as host_maddrs=['/ip4/0.0.0.0/tcp/<port>'] and "
-            "announce_maddrs=['/ip4/<public address>/tcp/<port>'], or set use_auto_relay=True."
+            "machine (and the next one, for speed) and give it as host_maddrs=['/ip4/0.0.0.0/tcp/<port>'] and "
+            "announce_maddrs=['/ip4/<public address>/tcp/<port>'], or let a third peer run that both can reach."
         )
         return Shareable(addresses=_one_per_host(by_reach["private"]), reach="private", advice=advice)
     advice = (

@@ -93,7 +93,7 @@ def _check_dtypes(arguments: Arguments, module: Any, optimizer: torch.optim.Opti
             )
         if parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ArgumentError(
-                f"{said}: each averaging of the state would round it to float32. Use"
+                f"{said}: averaging would round it to float32. Use"
                 ' Trainer(precision="32-true"), and convert inside of training_step what needs more.'
             )
         if parameter.dtype != torch.float32 and arguments.offload_optimizer:

@@ -93,7 +93,7 @@ def build(
     """
     if names := needless(arguments):
         log.info(
-            '%s: no state is averaged with engine="native", as after every step all peers are equal to the last bit',
+            '%s: not needed with engine="native" (the default): peers are equal after every step, no state is averaged',
             ", ".join(names),
         )
     layout = Layout(gradients.elements)
