@@ -253,7 +253,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line; the defaults suit a few peers on one machine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="train alone, without a swarm")
-    parser.add_argument("--engine", default="native", help="what averages")
+    parser.add_argument("--engine", default="native", help="what averages: native or hivemind")
     parser.add_argument("--run-id", default="byte-gpt", help="peers with the same name train together")
     parser.add_argument("--target-batch-size", type=int, default=64, help="samples of the whole swarm per step")
     parser.add_argument("--batch-size", type=int, default=16, help="samples of this peer per batch")
