@@ -15,8 +15,8 @@ ADAPTIVE = (
     "SizeAdaptiveCompression(threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization())"
 )
 # name -> code, width of the network, largest relative distance to the uncompressed replay after three steps.
-# 8-bit (hivemind): 256 levels over 6 standard deviations of a tensor, once for gradients and once for the state; those of up to
-# 256 values are sent as they are.
+# 8-bit (hivemind): 256 levels over 6 standard deviations of a tensor, once for gradients and once for the state;
+# tensors of up to 256 values are sent as they are.
 CODECS = {
     "Float16": ("Float16Compression()", 16, 2e-3),
     "Uniform8Bit": ("Uniform8BitQuantization()", 64, 2e-2),
