@@ -9,6 +9,7 @@ from bench_spec import TurnSpec
 
 ALONE, DDP = "no averaging", "DDP over gloo"
 OURS, OURS_FLOAT16, OURS_8BIT = "hivemind engine", "hivemind engine, Float16", "hivemind engine, 8 bits"
+OURS_STATE = "hivemind engine, parameters too"
 NATIVE, NATIVE_CLEAR = "native engine", "native engine, insecure_lan"
 NATIVE_FLOAT16, NATIVE_8BIT = "native engine, Float16", "native engine, 8 bits"
 STOCK = "stock hivemind, defaults"
@@ -17,7 +18,7 @@ STOCK_QUICK = "stock hivemind, matchmaking_time=3"
 STOCK_LOCAL = "stock hivemind, matchmaking_time=1, local updates"
 
 #: the order of the tables' rows
-CONTENDERS = [NATIVE, NATIVE_CLEAR, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_FLOAT16, OURS_8BIT]
+CONTENDERS = [NATIVE, NATIVE_CLEAR, NATIVE_FLOAT16, NATIVE_8BIT, OURS, OURS_STATE, OURS_FLOAT16, OURS_8BIT]
 CONTENDERS += [STOCK_SIZED, STOCK_LOCAL, STOCK_QUICK, STOCK, DDP, ALONE]
 
 
@@ -38,7 +39,7 @@ def step_specs(peers: int, batch_s: float) -> list[TurnSpec]:
 
 
 def averaging_specs(millions: int, peers: int = 2) -> list[TurnSpec]:
-    """Averaging gradients only: the state is not averaged in these turns."""
+    """Averaging gradients only; but one turn of hivemind's engine averages parameters, too, as it does by default."""
     ours = TurnSpec(
         contender=OURS,
         kind="ours",
@@ -62,6 +63,7 @@ def averaging_specs(millions: int, peers: int = 2) -> list[TurnSpec]:
         native(uniform, NATIVE_8BIT),
         native(ours, NATIVE_CLEAR, insecure_lan=True),
         replace(ours, contender=ALONE, kind="alone", options={}),
+        replace(ours, contender=OURS_STATE, options={}, once=True),
     ]
 
 

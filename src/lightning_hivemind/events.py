@@ -99,7 +99,7 @@ class BatchDropped(Event):
 class RoundStarted(Event):
     """This peer entered the averaging round that ends ``epoch`` with ``samples`` of its own.
 
-    With ``engine="native"`` it is said between two batches, with what this peer holds then, and once for all attempts.
+    With ``engine="native"`` it is said between two batches, and once for all attempts.
     """
 
     epoch: int

@@ -40,6 +40,7 @@ def test_global_step_counts_global_steps(swarm: Swarm) -> None:
     peer = alone(swarm, trainer={"max_steps": 3})
     assert [(c.epoch, c.global_step) for c in peer.commits.values()] == [(k, k) for k in range(4)]
     assert peer.said("finished")[0]["batches"] == 6
+    assert [(one["epoch"], one["samples"]) for one in peer.said("RoundStarted")] == [(0, 16), (1, 16), (2, 16)]
 
 
 def test_the_epoch_stays_readable_after_the_fit(swarm: Swarm) -> None:

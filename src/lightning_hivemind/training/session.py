@@ -187,7 +187,8 @@ class TrainingSession:
         if not self._a.delay_grad_averaging:
             precision._after_closure(self._module, optimizer)
             return
-        # In the background. Lightning's callers of hooks note the hook they are in, which the training thread needs.
+        # (With engine="hivemind" in the background.) Lightning's callers of hooks note the hook they are in, which the
+        # training thread needs.
         for callback in self._trainer.callbacks:
             callback.on_before_optimizer_step(self._trainer, self._module, optimizer)
         self._module.on_before_optimizer_step(optimizer)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native import driver as driver_module
 from lightning_hivemind.engine.native.codecs import Exact
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.exchange import Exchange
@@ -24,7 +25,7 @@ from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
-from lightning_hivemind.errors import WireError
+from lightning_hivemind.errors import EngineStuckError, WireError
 from swarm.town import Town, wait_for
 
 TARGET = 64
@@ -253,6 +254,16 @@ def test_work_that_takes_long_is_not_taken_for_a_process_that_stood_still(runs: 
     run.contribute({"a": TARGET})
     run.wait_for_commit(1)
     assert run.trainees["a"].returns == []
+
+
+def test_a_rounds_thread_that_does_not_come_back_is_an_error(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "ANSWER_S", 0.2)
+    run = Run(["a"], Layout(1000), secure=False)
+    runs.append(run)
+    run.trainees["a"].slow_s = 1.5
+    with pytest.raises(EngineStuckError, match="Restart this peer"):
+        run.contribute({"a": TARGET})
+    run.wait_for_commit(1)
 
 
 def test_a_process_that_stands_still_while_it_works_gives_up_what_it_leads(

@@ -93,6 +93,17 @@ def test_after_a_failed_round_everything_is_given_again_with_what_came_since(gra
     assert torch.allclose(values, torch.full((10,), 1.75))
 
 
+def test_numbers_grow_over_restarts(gradients: Gradients) -> None:
+    """Else what an earlier life of this peer gave, or gives late, might count as this one's."""
+    numbers = []
+    for life in (gradients, Gradients("me", parameters(), Statistics([]), max_staleness=1)):
+        for _ in range(3):
+            add(life, 1.0, 6)
+            numbers.append(given(life)[0].number)
+            life.returned()
+    assert numbers == sorted(set(numbers))
+
+
 def test_what_is_committed_is_gone_and_the_rest_is_kept(gradients: Gradients) -> None:
     add(gradients, 1.0, 6)
     mine, _ = given(gradients)

@@ -18,7 +18,7 @@ from lightning_hivemind.engine.native.state.relay import Relay
 from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Snapshot
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError
-from swarm.post_office import RANGE_BYTES, RANGES, STATE_BYTES, Office, honest, mute, read, snapshot
+from swarm.post_office import RANGE_BYTES, RANGES, SILENCE_S, STATE_BYTES, Office, honest, mute, read, snapshot
 from swarm.town import wait_for
 
 
@@ -275,6 +275,25 @@ def test_time_is_up(office: Office) -> None:
     start = time.monotonic()
     assert office.fetch(timeout_s=0.2) is None
     assert time.monotonic() - start < 30.0
+
+
+def test_a_donor_that_only_trickles_is_waited_for_no_longer_than_any(office: Office) -> None:
+    """It is never silent, and never done."""
+    over = threading.Event()
+
+    def trickles(office: Office, download: bytes, question: Question) -> None:
+        if isinstance(question, WantsDescription):
+            office.answer("a", download, 0, snapshot(1).description)
+            return
+        while not over.wait(SILENCE_S / 10):
+            office.downloads.moved("a", Header(kind=Kind.STATE, round=download, chunk=1, length=RANGE_BYTES))
+
+    office.add_rogue("a", trickles)
+    start = time.monotonic()
+    with pytest.raises(StateError, match="before it was here"):
+        office.fetch(timeout_s=4 * SILENCE_S)
+    over.set()
+    assert 4 * SILENCE_S <= time.monotonic() - start < 30.0, "it was taken for a silent one"
 
 
 @pytest.mark.parametrize("described", [True, False])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hivemind.engine.native.protocol.actions import CatchUp, GiveUp
+from lightning_hivemind.engine.native.protocol.actions import CatchUp, GiveUp, Send
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
@@ -94,6 +94,7 @@ def test_a_head_whose_state_nobody_has_any_more_is_given_up_for_good() -> None:
     table, ahead = one_ahead()
     root = ahead.parent
     for name in (SECOND, THIRD):
+        table.train(**{name: 0})  # who follows gives nothing
         table.peers[name].adopt(ahead.head, (ahead,), table.now)
     table.flow()
     table.kill(FIRST)
@@ -105,6 +106,27 @@ def test_a_head_whose_state_nobody_has_any_more_is_given_up_for_good() -> None:
     table.train(**{SECOND: 20, THIRD: 20})
     table.wait(3.0)
     assert table.applied[SECOND] == table.applied[THIRD] != []
+
+
+def test_who_takes_a_state_tells_everybody_so() -> None:
+    """A helper stands nowhere before it hears of a head; its record says for seconds that it still does.
+
+    Meanwhile a client, to which nobody can connect, would lead the round, without those that are clients, too.
+    """
+    helper, client = Peer(SETTINGS, "helper", b"life"), Peer(SETTINGS, "client", b"life", reduces=False)
+    root = Head.root("run", "client")
+    helper.adopt(Head.nowhere(), (), 0.0)
+    client.adopt(root, (), 0.0)
+    client.saw("helper", Place(head=Head.nowhere(), samples=0, stamp=1.0), 0.0)
+    helper.saw("client", Place(head=root, samples=0, stamp=1.0, reduces=False), 0.0)
+    helper.take()
+    helper.adopt(root, (), 0.0)
+    for action in helper.take():
+        if isinstance(action, Send) and action.to == "client":
+            client.receive("helper", action.message, 0.0)
+    client.take()
+    client.contributed(SETTINGS.target_samples, 0.0)
+    assert [type(action.message) for action in client.take() if isinstance(action, Send)] == [Progress]
 
 
 @pytest.mark.parametrize("reader", ["light", "heavy"])

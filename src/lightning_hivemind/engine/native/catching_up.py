@@ -75,8 +75,8 @@ class CatchingUp:
             except StateError as failure:
                 found, news, error = None, False, failure
             if found is not None:
-                self._stands = None
-                parts.handover.settle(found)
+                if parts.handover.settle(found):
+                    self._stands = None
                 if news:
                     self._no_news_s = NO_NEWS_S
                     self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))

@@ -229,7 +229,7 @@ class NativeEngine:
                     break
                 handover.changed.wait(min(POLL_S, waits_s - (now - began)))
             if handover.under_way:
-                self._announce_round()
+                self._announce_round(self.local_samples)
             if now - reported >= REPORT_S:
                 reported = now
                 what = f"the round of epoch {self.epoch}"
@@ -245,7 +245,7 @@ class NativeEngine:
     def _apply(self, step: Step) -> None:
         """Make one global step."""
         commit, head = step.commit, step.commit.head
-        self._announce_round()
+        self._announce_round(step.mine)
         if not self._a.auxiliary:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
             with self._gradients.lent() if steps_on_sums else contextlib.nullcontext():
@@ -300,10 +300,10 @@ class NativeEngine:
         assert self._catching_up is not None
         self._head = self._catching_up.run(self._head)
 
-    def _announce_round(self) -> None:
+    def _announce_round(self, samples: int) -> None:
         if self._announced != self.epoch:
             self._announced = self.epoch
-            self._events.emit(RoundStarted(epoch=self.epoch, samples=self.local_samples))
+            self._events.emit(RoundStarted(epoch=self.epoch, samples=samples))
 
     def _tell_failure(self) -> None:
         failure = self._running().handover.take_failure()
