@@ -141,6 +141,8 @@ def _local_updates(values: Values) -> None:
     for name in ("grad_averager_factory", "grad_compression"):
         if values[name] is not None:
             raise refusal(name, values[name], "with use_local_updates=True gradients are not averaged", fix)
+    if values["max_staleness"] != 1:
+        raise refusal("max_staleness", values["max_staleness"], "with use_local_updates=True nothing is ever late", fix)
 
 
 # The last two: hivemind 1.1.12 fills the gradients of an offloaded optimizer from its gradient averager only

@@ -20,8 +20,10 @@ pytestmark = pytest.mark.swarm
         ({"strategy": {"target_batch_size": 48}}, "target_batch_size=32"),
         ({"model": {"norm": True}}, "net.1"),
         ({"model": {"dtype": "bfloat16"}}, "net.0.weight (16, 8) torch.bfloat16"),
+        ({"model": {"frozen": True}}, "net.0.weight (16, 8) torch.float32 frozen"),
+        ({"strategy_code": {"extra_tensors": "[torch.zeros(3)]"}}, "It has 6 entries, this one has 7"),
     ],
-    ids=["width", "target", "layers", "dtype"],
+    ids=["width", "target", "layers", "dtype", "frozen", "extra tensors"],
 )
 def test_another_model_under_the_same_run_id_is_refused_by_name(
     swarm: Swarm, other: dict[str, Any], named: str

@@ -256,6 +256,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"use_local_updates": True, "grad_averager_factory": LOW_RANK(averager_rank=4)},
         "leave it away, or set use_local_updates=False",
     ),
+    ({"use_local_updates": True, "max_staleness": 2}, "nothing is ever late; leave it away, or set use_local"),
     # auxiliary peers
     ({"auxiliary": True, "client_mode": True, "initial_peers": PEER}, "set client_mode=False or auxiliary=False"),
     ({"auxiliary": True, "batch_size": 4}, "batch_size=4: an auxiliary peer (auxiliary=True) has no batches; leave it"),

@@ -44,7 +44,8 @@ class PeerTraining:
         extra_tensors: tensors averaged besides the parameters (BatchNorm statistics, say).
         buffers: of the module (BatchNorm statistics, say): handed to joiners with the state; the native engine
             averages them, too.
-        schema: one line per parameter, name, shape and dtype: equal on all peers of a run.
+        schema: equal on all peers of a run: a line for each parameter (name, shape, dtype, whether it is frozen), and
+            how many values there are besides.
         should_abort: asked while waiting; true means that this process is being stopped.
     """
 

@@ -25,7 +25,7 @@ class SwarmRecords:
     """This peer's record in the DHT, and what the others' records say. Stock peers have none.
 
     Args:
-        schema: a line for each tensor that is trained.
+        schema: see :class:`~lightning_hivemind.engine.base.PeerTraining`.
         way: how it is averaged: the engine, and whatever of its settings must be equal.
     """
 
@@ -122,15 +122,13 @@ class SwarmRecords:
     def _difference(self, theirs: dict[str, Any]) -> str:
         text = theirs.get("prints")
         if not isinstance(text, str) or not text:
-            return "Which parameter differs cannot be told: the models are too large for that."
+            return "What differs cannot be told: the models are too large for that."
         others = [text[i : i + PRINTS] for i in range(0, len(text), PRINTS)]
         own = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
         for line, left, right in zip(self._schema, own, others, strict=False):
             if left != right:
-                return (
-                    f"The first parameter that differs is {line} (here); it has {len(others)} tensors, we {len(own)}."
-                )
-        return f"It has {len(others)} trained tensors, this one has {len(own)}."
+                return f"What differs first is: {line} (here)."
+        return f"It has {len(others)} entries, this one has {len(own)}."
 
 
 def _metric(record: dict[str, Any], name: str) -> list[tuple[float, float]]:

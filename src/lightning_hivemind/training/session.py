@@ -130,7 +130,7 @@ class TrainingSession:
         if self._dropped_in_a_row >= MOST_DROPPED:
             raise NonFiniteGradientsError(
                 f"{MOST_DROPPED} batches in a row had a {self.drop_reason}, so this peer contributes nothing. Look for"
-                " NaN in the data, lower the learning rate, or clip gradients (Trainer(gradient_clip_val=...))."
+                " NaN in the data, or lower the learning rate. (Clipping gradients does not help against NaN.)"
             )
         if self._a.reuse_grad_buffers:  # it is in one sum with those before it
             return samples + self.engine.discard()
@@ -203,4 +203,8 @@ class TrainingSession:
 
     def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        return [f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}" for p in parameters]
+        frozen = {True: "", False: " frozen"}
+        lines = [f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}{frozen[p.requires_grad]}" for p in parameters]
+        others = {"extra_tensors": self._strategy.extra_tensors, "buffers": list(self._module.buffers())}
+        sizes = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in others.items()}
+        return lines + [f"{name}, {size} values" for name, size in sizes.items() if size]

@@ -84,7 +84,7 @@ def refusal(records: SwarmRecords) -> str:
 def test_equal_models_are_of_one_run_and_unlike_ones_are_refused_by_name(peers: Peers) -> None:
     peers.make(["a (3,) torch.float32", "b (4,) torch.float32"]).check_schema()
     other = peers.make(["a (3,) torch.float32", "b (4,) torch.bfloat16"])
-    assert "The first parameter that differs is b (4,) torch.bfloat16" in refusal(other)
+    assert "What differs first is: b (4,) torch.bfloat16" in refusal(other)
 
 
 def test_who_averages_otherwise_is_told_how(peers: Peers) -> None:

@@ -375,6 +375,20 @@ def test_a_round_of_which_nothing_is_heard_is_waited_for_no_longer_than_promised
     assert not desk.handover.begin_batch(ROOT, 60.0)
     assert desk.handover.begin_batch(ROOT, 35.0)
     assert desk.handover.under_way, "it may still end well"
+    assert not desk.handover.begin_batch(ROOT, 35.0), "the next batch waits as long"
+
+
+def test_rounds_that_come_to_nothing_one_after_another_are_waited_for_as_one(desk: Desk) -> None:
+    for ago_s in (40.0, 20.0, 0.0):
+        desk.handover.ready_at(time.monotonic() - ago_s)
+        desk.handover.returned("too few", begun=True)
+    desk.handover.ready_at(time.monotonic())
+    assert desk.handover.begin_batch(ROOT, 35.0)
+    desk.handover.end_batch()
+    desk.commit()
+    desk.handover.next_step(ROOT)
+    desk.handover.ready_at(time.monotonic())
+    assert not desk.handover.begin_batch(desk.tip, 35.0)
 
 
 def test_who_is_alone_does_not_hold(desk: Desk) -> None:

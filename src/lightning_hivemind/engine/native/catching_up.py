@@ -16,9 +16,10 @@ from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import StateError
-from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable
+from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable, Waiting
 
 MOST_DONORS = 4
+REPORT_S = 5.0
 PAUSE_S = 0.5
 #: so long nobody must have had the swarm's state before it is given up: records are seconds late
 NOBODY_S = 15.0
@@ -160,8 +161,17 @@ class CatchingUp:
     def _fetch(self, donors: list[str], timeout_s: float, here: Head | None) -> tuple[Head | None, bool]:
         """The head of the donors' state, and whether it was installed: not if this peer stands ``here`` with it."""
         known = self._fetched if self._fetched is not None and self._fetched[0] == here else None
-        abort = self._training.should_abort
-        found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, abort, known)
+        began = said = time.monotonic()
+
+        def should_abort() -> bool:
+            nonlocal said
+            now = time.monotonic()
+            if now - said >= REPORT_S:
+                said, what = now, f"the swarm's state ({self._parts.downloads.share:.0%} is here)"
+                self._events.emit(Waiting(what=what, elapsed_s=now - began, limit_s=timeout_s))
+            return self._training.should_abort()
+
+        found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, should_abort, known)
         if found is None:
             return None, False
         description, memory = found

@@ -61,8 +61,8 @@ class Handover:
         self._lost = 0
         self._failure: str | None = None
         self._began = 0.0
-        #: since when this peer has been in a round
-        self._since = 0.0
+        #: since when no batch could begin for rounds
+        self._since: float | None = None
         self.owes = self.under_way = self.stop_wanted = False
         self.stops_at: int | None = None
 
@@ -116,7 +116,7 @@ class Handover:
             began = self._began if self.under_way else now
             self._pace.step(commit.samples - mine, now)
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
-            self._head, self.under_way, self._failure = commit.head, False, None
+            self._head, self.under_way, self._since, self._failure = commit.head, False, None, None
             self._lost += lost
             self._note_stop(commit)
             if average is None or not follows:
@@ -132,7 +132,8 @@ class Handover:
         listed: list[Contribution] = [one for c in commits for one in c.contributions if one.peer == self._me]
         lost = self._gradients.committed(listed, head.epoch) if commits else self._gradients.moved(head.epoch)
         with self.changed:
-            self._head, self._lost, self.under_way, self.owes = head, self._lost + lost, False, True
+            self._head, self._lost, self.under_way, self._since = head, self._lost + lost, False, None
+            self.owes = True
             self._steps.clear()
             for commit in commits:
                 self._note_stop(commit)
@@ -145,7 +146,7 @@ class Handover:
     def adopted(self, head: Head) -> None:
         self._gradients.stands_at(head.epoch)
         with self.changed:
-            self._head, self.under_way, self.owes = head, False, False
+            self._head, self.under_way, self._since, self.owes = head, False, None, False
             self._steps.clear()
             self.changed.notify_all()
 
@@ -155,8 +156,10 @@ class Handover:
         """A batch is begun; False if there is something to be done first, or a round to wait for, so long at most."""
         now = time.monotonic()
         with self.changed:
-            if self.ready(head) or (self.under_way and now < self._since + limit_s):
+            waits = self.under_way and self._since is not None and now < self._since + limit_s
+            if self.ready(head) or waits:
                 return False
+            self._since = now if self.under_way else None
             self._pace.begin_batch(now)
             return True
 
@@ -196,8 +199,9 @@ class Handover:
             return not self.owes
 
     def _join(self, now: float) -> None:
-        if not self.under_way:
-            self.under_way, self._since = True, now
+        """In a round; those that come to nothing one after another count as one."""
+        self._since = now if self._since is None else self._since
+        self.under_way = True
 
     def _keep(self, step: Step) -> None:
         """In memory; or, while a state takes longer to come than so many steps, on disk."""

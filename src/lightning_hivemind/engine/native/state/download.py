@@ -193,6 +193,14 @@ class Downloads:
         attempt.keeping.discard(donor)
         attempt.missing += sorted(attempt.expected.pop(donor, set()))
 
+    @property
+    def share(self) -> float:
+        """How much is here of the state that is being fetched, from 0 to 1."""
+        attempt = self._attempt
+        if attempt is None or attempt.memory is None:
+            return 0.0
+        return len(attempt.done) / max(1, questions.ranges(attempt.memory.numel()))
+
     # ------------------------------------------------------------------ the connections' threads
 
     def room(self, peer: PeerId, header: Header) -> memoryview | None:
