@@ -14,6 +14,7 @@ from lightning_hivemind.engine.factory import make_engine
 from lightning_hivemind.errors import NonFiniteGradientsError
 from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
+from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.checks import check_trainer
 from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
 from lightning_hivemind.training.precision import LossScale
@@ -37,6 +38,7 @@ class TrainingSession:
     def __init__(self, arguments: Arguments, strategy: Any, trainer: Any, events: EventBus) -> None:
         self._a, self._strategy, self._trainer, self._events = arguments, strategy, trainer, events
         self._module = trainer.lightning_module
+        self._buffers = Buffers(self._module)
         self._progress = LoopProgress(trainer)
         self._stopping = StopTogether(trainer)
         self._schedulers = SwarmSchedulers(self._step_scheduler)
@@ -63,7 +65,7 @@ class TrainingSession:
             advance_schedulers=self._schedulers.advance,
             before_optimizer_step=self._before_optimizer_step,
             extra_tensors=self._strategy.extra_tensors,
-            buffers=list(self._module.buffers()),
+            buffers=self._buffers.tensors,
             schema=self._schema(parameters),
             should_abort=self._should_abort,
         )
@@ -137,6 +139,7 @@ class TrainingSession:
         return samples
 
     def step(self, samples: int) -> StepOutcome:
+        self._buffers.keep()
         scale = self._scale.buffer_scale if self._scale is not None else 1.0
         outcome = self.engine.step(samples, scale)
         # a step that was made just before this batch is counted and logged with it: the loop knows no other moment
@@ -150,7 +153,8 @@ class TrainingSession:
         return outcome
 
     def _settle(self, outcome: StepOutcome) -> bool:
-        if outcome.committed and self._scale is not None:
+        # (with samples in them reused buffers are a sum that is still scaled)
+        if outcome.committed and self._scale is not None and not self.engine.local_samples:
             self._scale.after_commit()
         return outcome.committed
 
@@ -205,6 +209,6 @@ class TrainingSession:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         frozen = {True: "", False: " frozen"}
         lines = [f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}{frozen[p.requires_grad]}" for p in parameters]
-        others = {"extra_tensors": self._strategy.extra_tensors, "buffers": list(self._module.buffers())}
+        others = {"extra_tensors": self._strategy.extra_tensors, "buffers": self._buffers.tensors}
         sizes = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in others.items()}
         return lines + [f"{name}, {size} values" for name, size in sizes.items() if size]

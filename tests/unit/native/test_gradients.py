@@ -93,6 +93,17 @@ def test_after_a_failed_round_everything_is_given_again_with_what_came_since(gra
     assert torch.allclose(values, torch.full((10,), 1.75))
 
 
+def test_what_is_summed_in_place_is_ready_between_two_batches_only() -> None:
+    gradients = Gradients("me", parameters(), Statistics([]), max_staleness=1, in_place=True)
+    add(gradients, 1.0, 6)
+    assert (gradients.samples, gradients.ready) == (6, 6)
+    gradients.begin_batch()
+    assert (gradients.samples, gradients.ready) == (6, 0)
+    assert gradients.give() is None
+    gradients.end_batch()
+    assert gradients.ready == 6
+
+
 def test_numbers_grow_over_restarts(gradients: Gradients) -> None:
     """Else what an earlier life of this peer gave, or gives late, might count as this one's."""
     numbers = []

@@ -378,6 +378,16 @@ def test_a_round_of_which_nothing_is_heard_is_waited_for_no_longer_than_promised
     assert not desk.handover.begin_batch(ROOT, 35.0), "the next batch waits as long"
 
 
+def test_how_long_a_round_was_waited_for_is_known(desk: Desk) -> None:
+    assert desk.handover.waits_since is None
+    now = time.monotonic()
+    desk.handover.ready_at(now)
+    desk.handover.returned("too few", begun=True)
+    assert desk.handover.waits_since is None, "there is none now"
+    desk.handover.ready_at(now + 1.0)
+    assert desk.handover.waits_since == now
+
+
 def test_rounds_that_come_to_nothing_one_after_another_are_waited_for_as_one(desk: Desk) -> None:
     for ago_s in (40.0, 20.0, 0.0):
         desk.handover.ready_at(time.monotonic() - ago_s)

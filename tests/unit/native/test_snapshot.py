@@ -121,6 +121,9 @@ def test_tensors_of_all_sorts_come_along() -> None:
         torch.tensor([float("nan"), float("inf"), -0.0], dtype=torch.float16),
         torch.empty(0),
         torch.arange(7, dtype=torch.int8),
+        torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64),  # frequencies of rotary embeddings, say
+        torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
+        torch.tensor([1, 2, 65535], dtype=torch.uint16),
     ]
     theirs = [torch.zeros_like(one) for one in mine]
     kept = theirs[2].data_ptr()
@@ -142,6 +145,16 @@ def test_rates_are_the_donors_and_settings_keep_their_types() -> None:
     assert first["betas"] == second["betas"] == (0.5, 0.75)
     assert [len(group["params"]) for group in joiner.param_groups] == [2, 3]
     assert first["params"][0] is theirs[0]
+
+
+@pytest.mark.parametrize("scheduled", ["donor", "joiner"])
+def test_who_has_no_scheduler_s_settings_in_its_groups_takes_and_gives_a_state(scheduled: str) -> None:
+    """torch replaces groups by those of a checkpoint, which may be from before there was a scheduler."""
+    peers = {"donor": adamw(parameters(1)), "joiner": adamw(parameters(2))}
+    for group in peers[scheduled].param_groups:
+        group["initial_lr"] = 0.75
+    transfer(peers["donor"], peers["joiner"], [], [])
+    assert ("initial_lr" in peers["joiner"].param_groups[0]) == (scheduled == "joiner")
 
 
 def test_settings_that_go_with_a_device_stay_the_takers() -> None:
@@ -225,8 +238,8 @@ def test_a_setting_that_is_no_plain_value_is_refused(setting: object) -> None:
 
 
 def test_a_dtype_that_nobody_else_may_have_is_refused() -> None:
-    with pytest.raises(StateError, match="complex64"):
-        copy_state(SGD(parameters(1), lr=0.1), [torch.zeros(2, dtype=torch.complex64)], [], HEAD).described()
+    with pytest.raises(StateError, match="complex32"):
+        copy_state(SGD(parameters(1), lr=0.1), [torch.zeros(2, dtype=torch.complex32)], [], HEAD).described()
 
 
 # ---------------------------------------------------------------------- what does not fit

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hivemind.engine.native import whereabouts
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.messages import Progress
 from lightning_hivemind.engine.native.protocol.roster import Place
-from lightning_hivemind.engine.native.whereabouts import _read
+from lightning_hivemind.engine.native.whereabouts import Whereabouts, _read
 from lightning_hivemind.engine.native.wire.encoding import decode, encode
 
 GOOD = [3, b"x" * 16, 300, 20, True, 2, 12.5]
@@ -42,6 +45,21 @@ def test_a_record_with_something_wrong_is_none(place: int, value: object) -> Non
 @pytest.mark.parametrize("stamp", [float("inf"), float("nan"), float("-inf")])
 def test_a_stamp_that_is_no_time_is_none(stamp: float) -> None:
     assert _read([*GOOD[:6], stamp]) is None
+
+
+def test_what_a_record_says_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a thousand peers would keep the rounds' thread busy with what it knows."""
+    records = {"other": {"place": GOOD}}
+    monkeypatch.setattr(whereabouts, "PeerRecords", lambda *_, **__: SimpleNamespace(read=lambda: records))
+    told: list[Place] = []
+    driver = SimpleNamespace(saw=lambda peer, place: told.append(place), status=SimpleNamespace(head=None))
+    network = SimpleNamespace(dht=None, peer_id="me")
+    introductions = SimpleNamespace(know=lambda *_: None)
+    one = Whereabouts(network, "run", driver, introductions, int, bool, None, reduces=True)  # type: ignore[arg-type]
+    for stamp in (12.5, 12.5, 13.5):
+        records["other"] = {"place": [*GOOD[:6], stamp]}
+        assert len(one._look()) == 1
+    assert [place.stamp for place in told] == [12.5, 13.5]
 
 
 VALUES = st.recursive(

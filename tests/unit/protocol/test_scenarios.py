@@ -129,6 +129,39 @@ def test_who_takes_a_state_tells_everybody_so() -> None:
     assert [type(action.message) for action in client.take() if isinstance(action, Send)] == [Progress]
 
 
+def test_who_follows_says_that_it_has_no_samples_there() -> None:
+    table = three()
+    table.train(a=8)
+    table.flow()
+    ahead = Head(epoch=1, lineage=b"x" * 16, samples=24)
+    table.peers["a"].adopt(ahead, (), table.now)
+    sent = [action.message for action in table.peers["a"].take() if isinstance(action, Send)]
+    assert [message.samples for message in sent if isinstance(message, Progress)] == [0, 0]
+
+
+@pytest.mark.parametrize("helpers", [1, 2, 3])
+def test_nobody_waits_for_helpers_at_a_head_that_was_given_up(helpers: int) -> None:
+    """They may all stand there for some time yet, and each that leaves must not be called back by the others."""
+    names = [f"helper {number}" for number in range(helpers)]
+    table = Table(["trainer", *names], SETTINGS)
+    gone = Head(epoch=9, lineage=b"x" * 16, samples=999)
+    trainer, root = table.peers["trainer"], table.peers["trainer"].head
+    assert root is not None
+    for name in table.peers:
+        table.peers[name].adopt(gone, (), table.now)
+    table.flow()
+    trainer.give_up(root, table.now)
+    table.flow()
+    table.train(trainer=16)
+    table.wait(2.0)
+    assert len(table.applied["trainer"]) == 1
+    for name in names:
+        table.peers[name].give_up(Head.nowhere(), table.now)
+        table.flow()
+        back = [action.head for who, action in table.done if who == name and isinstance(action, CatchUp)]
+        assert gone not in back
+
+
 @pytest.mark.parametrize("reader", ["light", "heavy"])
 def test_of_two_lineages_the_one_with_more_samples_wins_however_many_steps_the_other_has(reader: str) -> None:
     table = Table(["light", "heavy"], SETTINGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ pytest.importorskip("hivemind")
 
 from lightning_hivemind import HivemindStrategy
 from lightning_hivemind.engine.base import Engine, StepOutcome
+from lightning_hivemind.training.precision import LossScale
 from lightning_hivemind.training.session import TrainingSession
 
 
@@ -78,7 +80,7 @@ class CountingEngine:
     def step(self, samples: int, scale: float) -> StepOutcome:
         return StepOutcome(epoch=self.epoch, committed=False)
 
-    stop_epoch = None
+    stop_epoch, local_samples = None, 0
 
 
 def test_a_step_that_is_made_just_before_a_batch_is_logged_with_that_batch() -> None:
@@ -92,6 +94,18 @@ def test_a_step_that_is_made_just_before_a_batch_is_logged_with_that_batch() -> 
     session.step(8)
     assert not session._progress._should_accumulate()
     assert loop._batches_that_stepped + 1 == trainer.global_step == 5
+
+
+@pytest.mark.parametrize("held", [0, 8])
+def test_a_sum_in_place_that_goes_on_after_a_commit_is_not_unscaled(held: int) -> None:
+    """With offload the average does not go through ``p.grad``: what this peer has summed there is in no commit yet."""
+    session, *_ = make_session(reuse_grad_buffers=True, offload_optimizer=True)
+    engine = CountingEngine(epoch=4)
+    engine.local_samples = held
+    session.engine, calls = cast(Engine, engine), []
+    session._scale = cast(LossScale, SimpleNamespace(after_commit=lambda: calls.append(1), buffer_scale=1.0))
+    session.begin_batch()
+    assert len(calls) == (0 if held else 1)
 
 
 @pytest.mark.parametrize("loaded", [0, 3], ids=["second fit", "plain checkpoint"])
@@ -112,6 +126,8 @@ def test_schedulers_stand_where_the_global_step_says_before_the_first_batch(load
 def test_the_schema_names_each_parameter_with_its_shape_and_dtype() -> None:
     session, _, model = make_session()
     assert session._schema([model.weight]) == ["weight (2,) torch.float32"]
+    model.weight.requires_grad_(False)
+    assert session._schema([model.weight]) == ["weight (2,) torch.float32 frozen"]
 
 
 def test_the_reason_to_stop_is_logged_where_it_arose(caplog: pytest.LogCaptureFixture) -> None:

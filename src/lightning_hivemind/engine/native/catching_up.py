@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Collection
 
@@ -11,7 +12,7 @@ from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.parts import Parts
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.relay import Relay
-from lightning_hivemind.engine.native.state.snapshot import Snapshot
+from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
@@ -48,6 +49,9 @@ class CatchingUp:
         #: where this peer stands, and since when nobody has had the state of that
         self._stands: Head | None = None
         self._nobody_since = math.inf
+        #: since when this peer has waited for a state, and when that was said last
+        self._since: float | None = None
+        self._said = math.inf
         self._relay = Relay(
             parts.downloads, self._donors, lambda: parts.driver.status.head, stepper.read, training.should_abort
         )
@@ -61,11 +65,12 @@ class CatchingUp:
             StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
         """
         parts, began = self._parts, time.monotonic()
+        if self._since is None:
+            self._since = self._said = began
         problem = "no peer shares its state"
-        while not self._training.should_abort():
-            left_s = began + self._a.load_state_timeout - time.monotonic()
-            donors = self._donors()
-            donors = [peer for peer in donors if peer in preferred] or donors
+        while not self._stops():
+            left_s = self._since + self._a.load_state_timeout - time.monotonic()
+            donors = self._donors(preferred)
             if not donors or left_s <= 0:
                 break
             if self._other_trainers and self._nobody_has_it():
@@ -77,8 +82,9 @@ class CatchingUp:
                 found, news, error = None, False, failure
             if found is not None:
                 if parts.handover.settle(found):
-                    self._stands = None
+                    self._stands = self._since = None
                 if news:
+                    self._since = None
                     self._no_news_s = NO_NEWS_S
                     self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))
                 else:  # the swarm is a step ahead of its donors' parameters
@@ -108,10 +114,20 @@ class CatchingUp:
         return self._go_on(head, reason, gives_up=self._nobody_has_it())
 
     def _go_on(self, head: Head, reason: str, *, gives_up: bool = False) -> Head:
+        self._since = None
         action = "going on from this peer's own state"
         self._events.emit(StateUnavailable(epoch=head.epoch, reason=reason, action=action))
         self._parts.driver.adopt(head, gives_up=gives_up)
         return head
+
+    def _stops(self) -> bool:
+        """Whether this process is being stopped. Says every few seconds what is waited for."""
+        now = time.monotonic()
+        if self._since is not None and now - self._said >= REPORT_S:
+            self._said = now
+            what, limit_s = f"the swarm's state ({self._parts.downloads.share:.0%} is here)", self._a.load_state_timeout
+            self._events.emit(Waiting(what=what, elapsed_s=now - self._since, limit_s=limit_s))
+        return self._training.should_abort()
 
     def stay(self, head: Head) -> Head:
         """``head``; but a helper, which has no state, does not stay where no trainer has one: it goes back to nowhere.
@@ -122,7 +138,7 @@ class CatchingUp:
             return head
         reason = "no trainer that lives has it"
         self._events.emit(StateUnavailable(epoch=head.epoch, reason=reason, action="helping whoever comes next"))
-        self._parts.driver.adopt(Head.nowhere())
+        self._parts.driver.adopt(Head.nowhere(), gives_up=True)  # another helper may still be there
         return Head.nowhere()
 
     def _nobody_has_it(self) -> bool:
@@ -142,15 +158,20 @@ class CatchingUp:
         """For a helper's donor: a state of those that whoever asks cannot reach."""
         return self._relay.copy(known)
 
-    def _donors(self) -> list[str]:
-        """Other peers that can be asked: those that train; where all of them are out of reach, those that help."""
+    def _donors(self, preferred: Collection[str] = ()) -> list[str]:
+        """Some other peers that can be asked: those that train; where all are out of reach, those that help.
+
+        Each time others, but who says that it has no state only where there is nobody else.
+        """
         helpers, out_of_reach = set(self._records.auxiliaries), self._out_of_reach
         living = self._parts.driver.status.living
         found = [peer for peer in living if peer not in helpers | out_of_reach]
         found = found or sorted(set(self._records.trainers) - helpers - out_of_reach)
         if not found and out_of_reach - helpers:
             found = [peer for peer in living if peer in helpers - out_of_reach]
-        return found[:MOST_DONORS]
+        found = [peer for peer in found if peer in preferred] or found
+        random.shuffle(found)
+        return sorted(found, key=lambda peer: peer in self._whereabouts.without)[:MOST_DONORS]
 
     @property
     def _out_of_reach(self) -> frozenset[str]:
@@ -161,17 +182,15 @@ class CatchingUp:
     def _fetch(self, donors: list[str], timeout_s: float, here: Head | None) -> tuple[Head | None, bool]:
         """The head of the donors' state, and whether it was installed: not if this peer stands ``here`` with it."""
         known = self._fetched if self._fetched is not None and self._fetched[0] == here else None
-        began = said = time.monotonic()
 
-        def should_abort() -> bool:
-            nonlocal said
-            now = time.monotonic()
-            if now - said >= REPORT_S:
-                said, what = now, f"the swarm's state ({self._parts.downloads.share:.0%} is here)"
-                self._events.emit(Waiting(what=what, elapsed_s=now - began, limit_s=timeout_s))
-            return self._training.should_abort()
+        def read(data: memoryview) -> Description:
+            description = self._stepper.read(data)
+            head = description.head
+            if here is None or head in (here, self._parts.driver.status.head) or head.outweighs(here):
+                return description
+            raise StateError(f"its state, of {head.samples} samples, is older than that of this peer.")
 
-        found = self._parts.downloads.fetch(donors, self._stepper.read, timeout_s, should_abort, known)
+        found = self._parts.downloads.fetch(donors, read, timeout_s, self._stops, known)
         if found is None:
             return None, False
         description, memory = found

@@ -318,6 +318,8 @@ class Driver:
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
         self._given = round_id
         self._peer.join(round_id, replace(given.offer, bandwidth=self._out.upload_rate), self._now())
+        if given.values is None:
+            self._count(self._now())  # it may have less than it said
 
     @property
     def _out(self) -> Links:

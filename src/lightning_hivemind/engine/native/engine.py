@@ -195,8 +195,8 @@ class NativeEngine:
 
     def _between_batches(self, *, wait: bool, lost: int = 0) -> bool:
         """Do everything that is due; with ``wait``, until no round of this peer is. True if a step was made."""
-        parts, committed, began = self._running(), False, time.monotonic()
-        handover, reported = parts.handover, began
+        parts, committed, reported = self._running(), False, time.monotonic()
+        handover, began = parts.handover, parts.handover.waits_since or reported
         parts.driver.contributed()
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():

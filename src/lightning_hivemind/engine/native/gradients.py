@@ -97,6 +97,12 @@ class Gradients:
             return self._samples
 
     @property
+    def ready(self) -> int:
+        """Samples that :meth:`give` would give now: not those of a sum in place to which a batch is being added."""
+        with self._lock:
+            return self._samples - (self._sum.samples if self._sum.busy else 0)
+
+    @property
     def _samples(self) -> int:
         given = self._given[1].samples if self._given is not None else 0
         return self._sum.samples + given + (self._back.samples if self._back is not None else 0)

@@ -71,7 +71,7 @@ class Handover:
     @property
     def samples(self) -> int:
         """Of this peer, for the next commit."""
-        return self._gradients.samples if self._gives and not self.owes else 0
+        return self._gradients.ready if self._gives and not self.owes else 0
 
     def called(self, now: float) -> float:
         """A round calls: :meth:`ready_at`, for the first time."""
@@ -123,7 +123,7 @@ class Handover:
                 self._steps.clear()
                 self.owes = True
             else:
-                if self._gives and not self.owes:
+                if self._gives and not self.owes and len(self._steps) < self._most_waiting:
                     self._gradients.decided(average, commit.parent.epoch)
                 self._keep(Step(commit, average, mine, counted, began))
             self.changed.notify_all()
@@ -162,6 +162,11 @@ class Handover:
             self._since = now if self.under_way else None
             self._pace.begin_batch(now)
             return True
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when no batch could begin for a round that is under way."""
+        return self._since if self.under_way else None
 
     def end_batch(self) -> None:
         with self.changed:

@@ -111,7 +111,9 @@ def build(
         round_s=arguments.allreduce_timeout,
         lives_s=3 * AGAIN_S,
     )
-    waits_s = 0.0 if overlaps(arguments) else 0.8 * arguments.matchmaking_time
+    # (what is summed in place can be given between two batches only)
+    waits = arguments.reuse_grad_buffers or not overlaps(arguments)
+    waits_s = 0.8 * arguments.matchmaking_time if waits else 0.0
     pace = Pace(arguments.target_batch_size, longest_s=waits_s)
     handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)

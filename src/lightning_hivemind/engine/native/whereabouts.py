@@ -51,6 +51,8 @@ class Whereabouts:
         self._records = PeerRecords(network.dht, f"{run}.native", network.peer_id, refresh_s=REFRESH_S)
         self._stopped = threading.Event()
         self._stamp = 0.0
+        #: of the others' records that were read
+        self._stamps: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="whereabouts", daemon=True)
 
     def first_look(self) -> list[Head]:
@@ -85,7 +87,9 @@ class Whereabouts:
                 self._agreement.heard(peer, record.get("parameters"))
             found = _read(record.get("place"))
             if found is not None:
-                self._driver.saw(peer, found)
+                if self._stamps.get(peer) != found.stamp:  # (others say nothing new)
+                    self._stamps[peer] = found.stamp
+                    self._driver.saw(peer, found)
                 heads.append(found.head)
                 if record.get("owes") is True or (mine is not None and mine.outweighs(found.head)):
                     without.add(peer)

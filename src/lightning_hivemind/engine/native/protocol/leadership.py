@@ -106,6 +106,8 @@ class Leadership:
             # Somebody else has a round at this head, or this head is behind: one beside it would fork the lineage.
             if message.better is not None and message.better != self._me:
                 self._yield(message.better, "another round is under way", now)
+            elif message.head in self._standing.given_up:
+                pass  # where nobody can get: whoever is there will give it up, too
             elif message.head is not None and message.head != mine and message.head.outweighs(mine):
                 self._yield(sender, "others are ahead", now)
 

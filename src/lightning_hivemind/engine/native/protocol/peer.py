@@ -114,6 +114,7 @@ class Peer:
             self._rounds.leave("this peer has taken another state", now)
             self._standing.adopt(head, commits)
             self._roster.begin_anew()
+            self._roster.samples = 0  # the driver says how many it has there
             for peer in self._roster.living():  # its record says so seconds later: meanwhile a worse one would lead
                 self._emit(Send(to=peer, message=self._roster.progress(head)))
         self._settle(now)

@@ -31,8 +31,8 @@ log = logging.getLogger("lightning_hivemind")
 #: ranges that one donor is asked for at a time: enough that its line never idles
 WINDOW = 3
 POLL_S = 0.2
-#: that a copy of a state and its digest may take
-DESCRIPTION_S = 60.0
+#: that a copy of a state and its digest may take, or a helper to fetch it
+DESCRIPTION_S = 300.0
 #: once there is one description, how much longer the other donors' are waited for
 PATIENCE_S = 0.3
 ASK_AGAIN_S = 15.0

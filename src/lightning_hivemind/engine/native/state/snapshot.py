@@ -29,11 +29,21 @@ MAX_DESCRIPTION_BYTES = 64 << 20
 #: tensors that a state may have for each parameter, besides the parameter itself
 MOST_PER_PARAMETER = 16
 
-_DTYPES = {str(one): one for one in (torch.float64, torch.float32, torch.float16, torch.bfloat16)} | {
-    str(one): one for one in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_DTYPES = {
+    f"torch.{name}": getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex128", "complex64"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
 }
 #: settings of optimizers that depend on the device: each peer keeps its own
 _LOCAL_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+#: those that only some have: a scheduler adds them, a checkpoint from before there was one removes them, a newer torch
+#: knows more
+_EXTRA_SETTINGS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "decoupled_weight_decay"}
+)
 _Tensors = Sequence[Tensor]
 _Shape = tuple[str, tuple[int, ...]]
 
@@ -205,8 +215,8 @@ def install(
     optimizer.state.clear()
     optimizer.state.update({parameter: entry for parameter, entry in state.items() if entry})
     for own_group, theirs in zip(optimizer.param_groups, description.groups, strict=True):
-        for name, value in theirs.items():
-            own_group[name] = _like(own_group[name], value)
+        for name in theirs.keys() & own_group.keys():
+            own_group[name] = _like(own_group[name], theirs[name])
 
 
 def verify(description: Description, memory: Tensor) -> bool:
@@ -237,7 +247,7 @@ def _read_shape(dtype: Any, shape: Any) -> _Shape:
 
 
 def _bytes(shape: _Shape) -> int:
-    return math.prod(shape[1]) * _DTYPES[shape[0]].itemsize
+    return math.prod(shape[1]) * int(_DTYPES[shape[0]].itemsize)
 
 
 def _lay_out(shapes: Sequence[_Shape]) -> tuple[tuple[Part, ...], int]:
@@ -279,10 +289,10 @@ def _check(
         )
     for own_group, theirs in zip(optimizer.param_groups, groups, strict=True):
         names = set(own_group) - _LOCAL_SETTINGS
-        if set(theirs) != names:
+        if (set(theirs) ^ names) - _EXTRA_SETTINGS:
             raise StateError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(names)}.")
         for name, value in theirs.items():
-            if not _fits(own_group[name], value):
+            if name in own_group and not _fits(own_group[name], value):
                 raise StateError(f"{wrong}: {name}={value!r}, here {own_group[name]!r}.")
     owners = [p for p, entry in zip(parameters, state, strict=True) for value in entry.values() if value is None]
     for entry in state:

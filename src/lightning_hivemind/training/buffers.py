@@ -1,0 +1,47 @@
+"""The module's buffers stay the tensors that the engine holds."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+log = logging.getLogger("lightning_hivemind")
+
+
+class Buffers:
+    """``tensors`` are those of ``module.buffers()``, in that order.
+
+    ``self.mean = 0.9 * self.mean + x`` puts another tensor in a buffer's place, of which the engine would not know.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.tensors = list(module.buffers())
+        known = {id(tensor) for tensor in self.tensors}
+        self._places = [
+            (owner, name, tensor)
+            for owner in module.modules()
+            for name, tensor in owner._buffers.items()
+            if tensor is not None and id(tensor) in known
+        ]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Move the values of tensors that have taken a buffer's place into the buffer, and put that back."""
+        changed = [
+            (owner, name, tensor, owner._buffers.get(name))
+            for owner, name, tensor in self._places
+            if owner._buffers.get(name) is not tensor
+        ]
+        for owner, name, tensor, now in changed:
+            if now is None or now.shape != tensor.shape:
+                log.warning(
+                    "buffer %s of %s was replaced by one of another shape: it is no longer averaged, and peers that"
+                    " join get its old values",
+                    name,
+                    type(owner).__name__,
+                )
+                self._places = [place for place in self._places if place[:2] != (owner, name)]
+                continue
+            tensor.copy_(now)
+            owner._buffers[name] = tensor

@@ -1,0 +1,113 @@
+"""Whom a peer asks for a state, which one it takes, and how long that may last. Everything around it is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_hivemind.engine.native import catching_up
+from lightning_hivemind.engine.native.catching_up import MOST_DONORS, CatchingUp
+from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.errors import StateError
+from lightning_hivemind.events import Event, EventBus, StateUnavailable, Waiting
+
+
+def head(samples: int, lineage: bytes = b"x") -> Head:
+    return Head(epoch=samples // 32, lineage=lineage * 16, samples=samples)
+
+
+HERE, GOAL = head(1568), head(1600)
+
+
+class Scene:
+    """A peer that stands at ``HERE`` and owes the state of ``GOAL``; ``offers``: what each of the others has."""
+
+    def __init__(self, offers: dict[str, Head | None], without: frozenset[str] = frozenset()) -> None:
+        self.offers, self.asked, self.installed, self.events = offers, [], [], list[Event]()
+        self.goal = GOAL
+        status = SimpleNamespace(head=GOAL, living=tuple(sorted(offers)), cut=(), clients=frozenset())
+        driver = SimpleNamespace(status=status, adopt=lambda *_, **__: None)
+        handover = SimpleNamespace(settle=lambda found: found == self.goal)
+        downloads = SimpleNamespace(fetch=self.fetch, share=0.5)
+        arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=False, client_mode=False)
+        bus = EventBus()
+        bus.subscribe(self.events.append)
+        self.peer = CatchingUp(
+            arguments,  # type: ignore[arg-type]
+            SimpleNamespace(driver=driver, handover=handover, downloads=downloads),  # type: ignore[arg-type]
+            SimpleNamespace(auxiliaries=[], trainers=set(offers)),  # type: ignore[arg-type]
+            SimpleNamespace(without=without),  # type: ignore[arg-type]
+            SimpleNamespace(should_abort=lambda: False),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                read=lambda offer: SimpleNamespace(head=offer, digest=b"d"),
+                adopt=lambda description, memory: self.installed.append(description.head),
+            ),
+            bus,
+        )
+
+    def fetch(self, donors: list[str], read: Callable[[Any], Any], timeout_s: float, stops: Any, known: Any) -> Any:
+        self.asked.append(donors)
+        stops()
+        for donor in donors:
+            if self.offers[donor] is not None:
+                return read(self.offers[donor]), None
+        return None
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAUSE_S", "NO_NEWS_S", "REPORT_S"):
+        monkeypatch.setattr(catching_up, name, 0.0)
+
+
+def test_the_state_of_the_goal_is_taken() -> None:
+    scene = Scene({"a": GOAL})
+    assert scene.peer.run(HERE) == GOAL
+    assert scene.installed == [GOAL]
+
+
+def test_a_state_of_fewer_samples_than_this_peer_s_own_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who had waited for the same state, and has given it up, offers what it had before: a fresh model, say."""
+    monkeypatch.setattr(catching_up, "NOBODY_S", 0.2)
+    scene = Scene({"a": head(0, b"y")}, without=frozenset("a"))
+    assert scene.peer.run(HERE) == HERE
+    assert not scene.installed
+    reasons = [event.reason for event in scene.events if isinstance(event, StateUnavailable)]
+    assert "its state, of 0 samples, is older than that of this peer." in reasons
+    assert reasons[-1] == "who had it has gone, and nobody that lives has it"
+
+
+def test_whoever_has_it_is_asked_in_the_end_however_many_have_not() -> None:
+    scene = Scene({**dict.fromkeys("bcdefgh"), "z": GOAL})
+    assert scene.peer.run(HERE) == GOAL
+    assert all(len(donors) == MOST_DONORS for donors in scene.asked)
+
+
+def test_who_says_that_it_has_none_is_asked_last() -> None:
+    scene = Scene({**dict.fromkeys("bcdefgh"), "z": GOAL}, without=frozenset("bcdefgh"))
+    assert scene.peer.run(HERE) == GOAL
+    assert [donors[0] for donors in scene.asked] == ["z"]
+
+
+def test_who_has_what_most_have_is_asked_and_nobody_else() -> None:
+    scene = Scene({**dict.fromkeys("bcdefgh"), "y": GOAL, "z": GOAL})
+    assert scene.peer.run(HERE, preferred={"y", "z"}) == GOAL
+    assert [sorted(donors) for donors in scene.asked] == [["y", "z"]]
+
+
+def test_donors_that_never_have_anything_new_are_asked_no_longer_than_promised() -> None:
+    """A donor that does not get on has the state of a step before what it has decided with the others."""
+    scene = Scene({"a": HERE})
+    assert scene.peer.run(HERE) == HERE
+    for _ in range(3):
+        scene.peer.run(HERE)
+    said = [event for event in scene.events if isinstance(event, Waiting)]
+    assert said
+    assert "the swarm's state" in said[0].what
+    assert scene.peer._since is not None
+    scene.peer._since -= 600.0
+    with pytest.raises(StateError, match="load_state_timeout"):
+        scene.peer.run(HERE)

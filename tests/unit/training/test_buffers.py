@@ -1,0 +1,38 @@
+"""Modules that replace their buffers instead of changing them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_hivemind.training.buffers import Buffers
+
+
+class Running(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+def test_a_buffer_that_was_replaced_is_the_old_tensor_with_the_new_values() -> None:
+    module = Running()
+    buffers, held = Buffers(module), module.mean
+    assert [one.data_ptr() for one in buffers.tensors] == [one.data_ptr() for one in module.buffers()]
+    module.mean = 0.5 * module.mean + torch.nn.Parameter(torch.ones(3))
+    buffers.keep()
+    assert module.mean is held
+    assert held.tolist() == [1.0] * 3
+    assert not held.requires_grad
+
+
+def test_a_buffer_of_another_shape_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = Running()
+    buffers = Buffers(module)
+    for size in (4, 5):
+        module.mean = torch.zeros(size)
+        buffers.keep()
+    assert module.mean.numel() == 5
+    (line,) = caplog.messages
+    assert "buffer mean of Running" in line
