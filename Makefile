@@ -11,10 +11,10 @@ THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 CODE = $(wildcard src tests examples benchmarks scripts docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test hostile check bench docs build format clean
+.PHONY: help demo test test-full hostile check bench docs build format clean
 
 help: ## this text
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 picks the interpreter (3.10 to 3.13) that .venv is made with"
 
 demo: ## three peers on this machine train a small GPT; about five minutes
@@ -24,6 +24,9 @@ demo: ## three peers on this machine train a small GPT; about five minutes
 test: ## swarm tests with real processes, then unit tests; ARGS="-k name" is handed to pytest
 	@$(SETUP) test
 	$(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) --maxschedchunk=1 tests/swarm tests/unit $(ARGS)
+
+test-full: ## all swarm tests on both engines, and the unit tests
+	$(MAKE) test ENGINES=native,hivemind
 
 hostile: ## the protocol under SEEDS=first:last random schedules of faults; 10,000 take about half an hour
 	@$(SETUP) test

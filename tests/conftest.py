@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from swarm.harness import Swarm, Zygotes  # noqa: E402 - needs the path above
 
-#: ENGINES=hivemind in the environment picks one of them
+#: ENGINES=native,hivemind in the environment runs all tests on both, also those marked ``above_engines``
 ENGINES = os.environ.get("ENGINES", "native,hivemind").split(",")
 _SWARM = pytest.StashKey[Swarm]()
 
@@ -32,6 +32,16 @@ _SWARM = pytest.StashKey[Swarm]()
 def engine(request: pytest.FixtureRequest) -> str:
     """Every swarm test runs once per engine."""
     return str(request.param)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def is_wanted(item: pytest.Item) -> bool:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        return parameters.get("engine") != "hivemind" or item.get_closest_marker("above_engines") is None
+
+    if "ENGINES" not in os.environ:
+        config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
+        items[:] = [item for item in items if is_wanted(item)]
 
 
 @pytest.fixture(scope="session")

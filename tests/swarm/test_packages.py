@@ -11,7 +11,7 @@ from swarm.harness import START_S, Swarm
 from swarm.marks import ANY_ENGINE
 from swarm.spec import PeerSpec
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.above_engines]
 
 
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning", "both"])

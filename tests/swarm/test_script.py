@@ -18,7 +18,7 @@ import pytest
 
 from swarm.harness import CLEAN_S, START_S
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.above_engines]
 
 ROOT = Path(__file__).resolve().parents[2]
 #: these import torch and all else by themselves, while other tests do
@@ -78,7 +78,6 @@ def terminals() -> Iterator[list[Terminal]]:
             one.process.wait()
 
 
-@pytest.mark.parametrize("engine", ["hivemind", "native"])
 def test_the_example_trains_with_whoever_pastes_the_line_that_it_prints(tmp_path: Path, engine: str) -> None:
     script = [sys.executable, "examples/byte_gpt.py", "--engine", engine, "--run-id", tmp_path.name, *SMALL]
     with terminals() as opened:

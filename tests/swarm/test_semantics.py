@@ -15,7 +15,7 @@ from swarm.marks import ANY_ENGINE
 from swarm.replay import distance, replay
 from swarm.spec import PeerSpec
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.above_engines]
 
 
 def alone(swarm: Swarm, **fields: Any) -> Peer:

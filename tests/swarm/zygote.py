@@ -26,6 +26,8 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, CLONE_NEWNET = 1, 36, 0x40000000
 # hivemind is left to the peers: at import it makes locks that forked processes would share. What it imports is not.
 _OF_HIVEMIND = ["google.protobuf", "msgpack", "pydantic", "scipy.optimize", "uvloop"]
+_OF_HIVEMIND += ["base58", "blake3", "cryptography.x509", "cryptography.hazmat.primitives.asymmetric.rsa", "mmh3"]
+_OF_HIVEMIND += ["multihash", "netaddr", "prefetch_generator", "sortedcontainers", "varint"]
 HEAVY = {
     "lightning": ["torch", "lightning.pytorch", *_OF_HIVEMIND],
     "pytorch_lightning": ["torch", "pytorch_lightning", *_OF_HIVEMIND],
