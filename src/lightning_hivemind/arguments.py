@@ -91,37 +91,40 @@ class Arguments:
 
     # -- rounds -------------------------------------------------------------------------------------------------------
     matchmaking_time: float = _argument(5.0, check.positive)
-    """Seconds that a round waits for peers that are called; it begins as soon as all are there. Raise it if more than a
-    quarter of the rounds miss peers that are alive; lower it, down to 1 in a fast network, if steps wait for who does
-    not come."""
+    """Seconds that a round waits for peers that are called; it begins as soon as all are there. Batches are waited for
+    0.8 times as long, so keep it well above the length of one. Raise it if more than a quarter of the rounds miss peers
+    that are alive; lower it, down to 1 in a fast network, if steps wait for who does not come."""
 
     averaging_timeout: float = _argument(30.0, check.positive)
-    """Seconds after which a hanging round is given up; ``engine="native"`` tries it again. Raise it if more than a
-    quarter of the rounds time out though no peer left; lower it if one slow peer holds up the others for too long."""
+    """Default of ``allreduce_timeout``; with ``matchmaking_time`` the seconds that training waits for rounds at most,
+    also if they fail one after another. (``engine="hivemind"``: seconds of a round.) Raise it if more than a quarter of
+    the rounds time out though no peer left; lower it if one slow peer holds up the others for too long."""
 
     allreduce_timeout: float = _argument(None, check.optional(check.positive))
-    """Seconds for one attempt at exchanging data within a round; with ``engine="native"`` who is not done then is left
-    out, once. Lower it to leave time for a second attempt. ``None``: ``averaging_timeout``."""
+    """Seconds of a round: who is not done then is left out, and the others have half as long again. (With
+    ``engine="hivemind"`` of one attempt at exchanging data.) Lower it to leave time for a second attempt. ``None``:
+    ``averaging_timeout``."""
 
     next_chunk_timeout: float = _argument(None, check.optional(check.positive))
-    """Seconds that a peer may be silent within a round before it is left out. Raise it if slow peers are left out.
-    ``None``: ``matchmaking_time``."""
+    """Seconds that a peer may be silent within a round, or while it gives its state, before it is left out. Raise it if
+    the reason of incomplete rounds is "silent for". ``None``: ``matchmaking_time``."""
 
     load_state_timeout: float = _argument(600.0, check.positive)
-    """Seconds for downloading the swarm's state. Raise it if a late joiner with a slow network never gets through."""
+    """Seconds for downloading the swarm's state, then ``StateError``. Raise it for a large model on a slow line."""
 
     max_staleness: int = _argument(1, check.whole_number)
     """Gradients that were computed with parameters of more global steps ago are dropped (``delay_optimizer_step`` and
-    ``delay_grad_averaging`` add one each). Not with ``engine="hivemind"``. Raise it if a slow peer's samples are
-    reported as lost."""
+    ``delay_grad_averaging`` add one each). Not with ``engine="hivemind"`` or ``use_local_updates``. Raise it if a
+    slow peer's samples are reported as lost."""
 
     average_state_every: int = _argument(1, check.whole_number)
-    """Compare parameters at every n-th global step (1: every 64th); who differs from most takes a state. With
+    """Compare parameters at every n-th global step (1: every 64th); who differs from most takes a state. Raise it above
+    64, on all peers, if that happens each time because unlike hardware or torch rounds otherwise. With
     ``engine="hivemind"``: average the state; raise it to save traffic, lower it if parameters drift apart."""
 
     averager_opts: Mapping[str, Any] = _argument(None, check.options(rules.AVERAGER_KEYWORDS, rules.AVERAGER_OWNED))
-    """``{"min_group_size": 3}``, and nothing else: no step is made by fewer than three peers. With
-    ``engine="hivemind"``: more keywords for both averagers, such as ``{"target_group_size": 4}``."""
+    """``{"min_group_size": 3}``, and nothing else: no round has fewer than three members, helpers and joiners
+    included. With ``engine="hivemind"``: more keywords for both averagers, such as ``{"target_group_size": 4}``."""
 
     tracker_opts: Mapping[str, Any] = _argument(None, check.options(rules.TRACKER_KEYWORDS, rules.TRACKER_OWNED))
     """Only with ``engine="hivemind"``: more keywords for what reports progress; lower ``max_refresh_period`` if peers
@@ -132,7 +135,7 @@ class Arguments:
     speed of peers changes quickly."""
 
     shutdown_timeout: float = _argument(5.0, check.positive)
-    """Seconds that leaving the swarm may take before what is left is killed."""
+    """Seconds that leaving the rounds may take; the daemon and the DHT process have four more, and are killed then."""
 
     verbose: bool = _argument(False, check.flag)
     """Log internal events, too."""
@@ -201,7 +204,7 @@ class Arguments:
     """Seconds that one DHT request may take. Raise it if peers in a slow network do not see one another."""
 
     bootstrap_timeout: float | None = _argument(None, check.optional(check.positive))
-    """Seconds that initial peers have to answer. ``None``: as ``wait_timeout``."""
+    """Seconds that the other initial peers are waited for once one has answered. ``None``: as ``wait_timeout``."""
 
     startup_timeout: float = _argument(120.0, check.positive)
     """Seconds that the libp2p daemon has to start. Raise it on a very slow or crowded machine."""

@@ -65,7 +65,11 @@ class SwarmError(LightningHivemindError, RuntimeError):
 
 
 class SchemaMismatchError(SwarmError):
-    """A live peer with the same ``run_id`` has a model of another shape, another target, engine or codec."""
+    """A live peer with the same ``run_id`` has another model, target, engine or codec.
+
+    Of the model are compared: names, shapes and dtypes of its parameters, which are frozen, and how many values its
+    buffers and ``extra_tensors`` have.
+    """
 
 
 class StateError(SwarmError):

@@ -111,11 +111,10 @@ class EpochCommitted(Event):
     """The optimizer made (or, delayed, was given) its step: ``epoch`` is the number of global steps made so far.
 
     ``contributors`` are the peers whose gradients are in it, ``samples`` those of this peer, ``duration_s`` the time
-    from when this peer gave its gradient to the round until now, for which training waited if no batch went on
-    meanwhile. ``fraction`` is 1.0. With ``engine="hivemind"`` it is the share of the averaged values that really
-    arrived, and ``duration_s`` the time that training waited; while the round is still under way
-    (``delay_grad_averaging``, or ``use_local_updates`` with ``delay_state_averaging``) ``contributors`` and
-    ``fraction`` are 0.
+    from when this peer gave its gradient to the round until now. ``fraction`` is 1.0. With ``engine="hivemind"`` it is
+    the share of the averaged values that really arrived, and ``duration_s`` the time that training waited; while the
+    round is still under way (``delay_grad_averaging``, or ``use_local_updates`` with ``delay_state_averaging``)
+    ``contributors`` and ``fraction`` are 0.
     """
 
     sentence: ClassVar[str] = (
@@ -143,9 +142,11 @@ class DelayedRoundFinished(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundIncomplete(Event):
-    """An averaging round came to nothing: nothing was changed, and the next attempt has the same gradients.
+    """An averaging round came to nothing here: nothing was changed, and the next attempt has the same gradients.
 
-    (Not told of an attempt that failed while this peer computed a batch, if the next one has succeeded by its end.)
+    Who is left out of a round gets it, too, while the others make the step. (Not told of an attempt that failed while
+    this peer computed a batch, if the next one has succeeded by its end.)
+
     With ``engine="hivemind"`` it may also have brought part of the values, and ``action`` says what was done about it:
     ``fraction`` is the share that arrived (0.0: none), and ``kind`` is ``"gradients"`` or ``"state"``.
     """
@@ -251,7 +252,7 @@ class Waiting(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerStopped(Event):
-    """Everything that this peer had started is gone again."""
+    """This peer has left the rounds; its daemon and its DHT process are stopped next."""
 
     level: ClassVar[int] = logging.INFO
     sentence: ClassVar[str] = "left the swarm at global step {epoch} in {duration_s:.1f} s"
