@@ -47,6 +47,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     Raises:
         ArgumentError: an impossible value, or two arguments that exclude one another. Nothing was started.
+        AddressError: an address that cannot be one. Nothing was started.
         PlatformError: hivemind cannot run on this machine. Nothing was started.
     """
 

@@ -101,7 +101,7 @@ class Coordinator:
 
     def _out_of_time(self, now: float) -> None:
         """Go on without those that are not done, once; a second time there is no time left."""
-        reason = f"not finished in {self._settings.round_s:.1f} s (averaging_timeout)"
+        reason = f"not finished in {self._settings.round_s:.1f} s (allreduce_timeout or averaging_timeout)"
         late = frozenset(peer for peer in self.plan.members if peer not in self._done)
         if self._extended or len(late) == len(self.plan.members) or self._me in late:
             self.abort(reason)
