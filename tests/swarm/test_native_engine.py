@@ -42,7 +42,9 @@ def test_no_step_is_made_before_as_many_peers_are_there_as_were_asked_for(swarm:
     first.wait_for("Waiting", timeout_s=60)
     (second,) = swarm.start(1, together=False, **waits)
     swarm.finish()
-    assert [one["contributors"] for one in first.said("EpochCommitted")] == [2, 2, 2]
+    steps = first.said("EpochCommitted")
+    assert steps[0]["time"] > second.said("PeerStarted")[0]["time"]
+    assert [one["contributors"] for one in steps[1:]] == [2, 2], "(in the first it may be a member without samples)"
     assert_ledger([first, second])
 
 

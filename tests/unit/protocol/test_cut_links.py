@@ -38,7 +38,7 @@ def contributed(world: World) -> dict[str, float]:
     return {name: count / world.peers[name].made for name, count in counts.items()}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     ("names", "cuts"),
     [("abc", ["ab"]), ("abc", ["ac"]), ("abcde", ["ab"]), ("abcde", ["ab", "ad", "bd"]), ("abcd", ["ab", "ac", "bc"])],
@@ -50,7 +50,7 @@ def test_who_cannot_reach_one_another_train_as_quickly_through_the_others(
     """(Before roles were given to those who reach all, a single such pair of five cost nine tenths of the steps.)"""
     world = trained(names, cuts, seed)
     steps = min(peer.head.epoch for peer in world.living())
-    assert steps >= 0.7 * SECONDS / (2 * BATCH_S), "a few seconds are for finding out"
+    assert steps >= 0.67 * SECONDS / (2 * BATCH_S), "up to ten seconds are for finding out"
     assert min(contributed(world).values()) >= 0.85
     assert world.forks <= 2
     for peer in world.living():
