@@ -8,7 +8,7 @@ from swarm.checks import assert_complete, assert_in_step, assert_ledger
 from swarm.harness import Swarm
 from swarm.replay import distance, replay
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.above_engines]
 
 #: 16-mixed with a scaler that works without a GPU
 HALF = "[pl.plugins.precision.MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu', init_scale=1024.0))]"
