@@ -17,6 +17,7 @@ pytestmark = pytest.mark.swarm
 MODEL = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
 
 
+@pytest.mark.above_engines
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 def test_one_peer_continues_as_if_it_had_not_been_interrupted(swarm: Swarm, package: str) -> None:
     """Parameters, optimizer, scheduler and place in the data, bit for bit."""
@@ -85,6 +86,7 @@ def test_a_checkpoint_of_the_middle_of_a_delayed_run_holds_all_of_a_step(swarm: 
     assert rest.commits[6].global_step == 6
 
 
+@pytest.mark.above_engines
 def test_a_checkpoint_holds_no_more_and_no_less_than_a_plain_one(swarm: Swarm) -> None:
     saved, plain_saved = str(swarm.folder / "ours.ckpt"), str(swarm.folder / "plain.ckpt")
     (peer,) = swarm.start(
@@ -108,6 +110,7 @@ def test_a_checkpoint_holds_no_more_and_no_less_than_a_plain_one(swarm: Swarm) -
     assert ours["lr_schedulers"][0]["last_epoch"] == plain["lr_schedulers"][0]["last_epoch"] == 2
 
 
+@pytest.mark.above_engines
 def test_our_checkpoint_tests_and_predicts_in_a_plain_trainer_and_the_other_way_round(swarm: Swarm) -> None:
     ours, plain = str(swarm.folder / "ours.ckpt"), str(swarm.folder / "plain.ckpt")
     (peer,) = swarm.start(1, together=False, trainer={"max_steps": 2}, free={"save_to": ours})
@@ -127,6 +130,7 @@ def test_our_checkpoint_tests_and_predicts_in_a_plain_trainer_and_the_other_way_
         assert not reader.said("PeerStarted"), "testing needs no network"
 
 
+@pytest.mark.above_engines
 def test_a_plain_checkpoint_is_continued_in_a_swarm(swarm: Swarm) -> None:
     saved = str(swarm.folder / "plain.ckpt")
     plain = swarm.plain(model=MODEL, trainer={"max_steps": 3}, free={"save_to": saved})

@@ -216,10 +216,12 @@ def test_a_peer_whose_parameters_were_changed_takes_the_others(swarm: Swarm) -> 
 def test_a_helper_that_is_left_alone_helps_who_comes_next(swarm: Swarm, client_mode: bool) -> None:
     """The state of where it stands has gone with the last trainer: it must not call others there for ever."""
     (helper,) = swarm.start(1, together=False, strategy={"auxiliary": True}, trainer=ENDLESS)
-    runs = {"strategy": {"client_mode": client_mode}, "trainer": {"max_steps": 3}, "delay_s": 0.05}
-    (first,) = swarm.start(1, together=False, **runs)
+    runs = {"strategy": {"client_mode": client_mode}, "delay_s": 0.05}
+    (first,) = swarm.start(1, together=False, trainer={"max_steps": 3}, **runs)
     swarm.finish(first)
-    (second,) = swarm.start(1, together=False, **runs)
-    swarm.finish(second)
+    before = len(helper.said("EpochCommitted"))
+    assert before
+    (second,) = swarm.start(1, together=False, trainer=ENDLESS, **runs)
+    second.wait_epoch(3, timeout_s=90)  # alone, if the helper is not there yet
+    helper.wait_until(lambda: len(helper.said("EpochCommitted")) >= before + 3, timeout_s=90, what="its help")
     assert second.commits[3].samples
-    helper.wait_until(lambda: helper.said("EpochCommitted", contributors=1, epoch=3)[1:], timeout_s=60, what="its help")

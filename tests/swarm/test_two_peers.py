@@ -34,6 +34,7 @@ def test_a_joiner_with_another_seed_takes_the_first_peers_parameters(swarm: Swar
     assert_in_step([first, second], [1])
 
 
+@pytest.mark.above_engines
 def test_events_go_to_the_file_that_the_environment_names(swarm: Swarm) -> None:
     (peer,) = swarm.start(1, together=False, trainer={"max_steps": 2})
     swarm.finish()
@@ -44,6 +45,7 @@ def test_events_go_to_the_file_that_the_environment_names(swarm: Swarm) -> None:
     assert [e["epoch"] for e in written if e["event"] == "EpochCommitted"] == [1, 2]
 
 
+@pytest.mark.above_engines
 def test_every_way_to_name_initial_peers_joins(swarm: Swarm) -> None:
     """Published: INITIAL_PEERS (documented), PL_INITIAL_PEERS (older), a list, and a text with commas."""
     (founder,) = swarm.start(1, together=False, hold_at=[1])
@@ -59,6 +61,7 @@ def test_every_way_to_name_initial_peers_joins(swarm: Swarm) -> None:
         joiner.wait_for("StateLoaded", timeout_s=START_S)
 
 
+@pytest.mark.above_engines
 def test_the_printed_invitation_names_addresses_under_which_the_peer_answers(swarm: Swarm) -> None:
     (founder,) = swarm.start(1, together=False, hold_at=[1])
     founder.wait_for("holding")
@@ -68,6 +71,7 @@ def test_the_printed_invitation_names_addresses_under_which_the_peer_answers(swa
     joiner.wait_for("StateLoaded", timeout_s=START_S)
 
 
+@pytest.mark.above_engines
 def test_a_script_can_wait_for_the_others_before_its_first_batch(swarm: Swarm) -> None:
     """``strategy.num_peers`` counts those who have not finished a batch yet, whenever it is read."""
     peers = swarm.start(2, free={"barrier_batch": 0}, trainer={"max_steps": 1}, delay_s=0.02)
