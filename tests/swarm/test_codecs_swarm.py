@@ -24,7 +24,9 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("origin", ["hivemind.compression", "lightning_hivemind"])
+@pytest.mark.parametrize(
+    "origin", [pytest.param("hivemind.compression", marks=pytest.mark.above_engines), "lightning_hivemind"]
+)
 @pytest.mark.parametrize("name", CODECS)
 def test_a_compressed_step_is_the_step_within_the_codecs_error(swarm: Swarm, name: str, origin: str) -> None:
     code, width, bound = CODECS[name]

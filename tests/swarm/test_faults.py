@@ -50,6 +50,7 @@ def test_a_silent_dht_is_told_and_training_goes_on_when_it_answers_again(swarm: 
     )
 
 
+@pytest.mark.above_engines
 def test_a_dht_that_never_answers_at_the_start_is_an_error(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:dht_hangs"))
     error = peer.wait_for("raised", timeout_s=120)

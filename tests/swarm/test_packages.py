@@ -79,8 +79,10 @@ trainer:
 
 
 @ANY_ENGINE
-@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
-@pytest.mark.parametrize("home", ["lightning_hivemind.strategy", "lightning_hivemind"])
+@pytest.mark.parametrize(
+    ("package", "home"),
+    [("lightning", "lightning_hivemind.strategy"), ("pytorch_lightning", "lightning_hivemind")],
+)
 def test_lightning_cli_takes_the_strategy_from_yaml(swarm: Swarm, package: str, home: str) -> None:
     config = Path(swarm.folder, "config.yaml")
     config.write_text(CONFIG.replace("CLASS_PATH", f"{home}.HivemindStrategy"), encoding="utf-8")
