@@ -281,7 +281,7 @@ def test_a_joiner_that_gets_no_state_ends_with_the_reason(swarm: Swarm) -> None:
 
 def test_fit_can_be_called_twice_in_one_process(swarm: Swarm) -> None:
     peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:fit_twice"))
-    peer.wait_for("second", timeout_s=START_S)
+    assert peer.wait_for("second", timeout_s=START_S)["global_step"] == 1
     peer.wait_exit()
 
 

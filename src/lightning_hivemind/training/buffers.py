@@ -17,23 +17,21 @@ class Buffers:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.tensors = list(module.buffers())
-        known = {id(tensor) for tensor in self.tensors}
         self._places = [
             (owner, name, tensor)
             for owner in module.modules()
             for name, tensor in owner._buffers.items()
-            if tensor is not None and id(tensor) in known
+            if tensor is not None
         ]
 
     @torch.no_grad()
     def keep(self) -> None:
         """Move the values of tensors that have taken a buffer's place into the buffer, and put that back."""
-        changed = [
-            (owner, name, tensor, owner._buffers.get(name))
-            for owner, name, tensor in self._places
-            if owner._buffers.get(name) is not tensor
-        ]
-        for owner, name, tensor, now in changed:
+        for place in list(self._places):
+            owner, name, tensor = place
+            now = owner._buffers.get(name)
+            if now is tensor:
+                continue
             if now is None or now.shape != tensor.shape:
                 log.warning(
                     "buffer %s of %s was replaced by one of another shape: it is no longer averaged, and peers that"
@@ -41,7 +39,7 @@ class Buffers:
                     name,
                     type(owner).__name__,
                 )
-                self._places = [place for place in self._places if place[:2] != (owner, name)]
+                self._places = [one for one in self._places if one is not place]
                 continue
             tensor.copy_(now)
             owner._buffers[name] = tensor

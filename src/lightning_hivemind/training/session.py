@@ -207,8 +207,10 @@ class TrainingSession:
 
     def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        frozen = {True: "", False: " frozen"}
-        lines = [f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}{frozen[p.requires_grad]}" for p in parameters]
+        lines = [
+            f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+            for p in parameters
+        ]
         others = {"extra_tensors": self._strategy.extra_tensors, "buffers": self._buffers.tensors}
         sizes = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in others.items()}
         return lines + [f"{name}, {size} values" for name, size in sizes.items() if size]

@@ -17,7 +17,7 @@ from typing import Any
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining, StepOutcome
 from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
-from lightning_hivemind.engine.native.catching_up import CatchingUp
+from lightning_hivemind.engine.native.catching_up import REPORT_S, CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover, Step
@@ -47,7 +47,6 @@ from lightning_hivemind.events import (
 from lightning_hivemind.network.daemon import NETWORK_PARTS, PeerNetwork
 
 POLL_S = 0.2
-REPORT_S = 5.0
 RECORDS_S = 1.0
 IDLE_S = 1.0  # how long an auxiliary peer waits for something to happen before it lets the loop go round
 
