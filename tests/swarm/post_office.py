@@ -77,9 +77,14 @@ class Office:
         self.bring(name, Header(kind=Kind.STATE, round=download, chunk=number, length=len(data)), data)
 
     def fetch(
-        self, *donors: str, timeout_s: float = 5.0, known: tuple[Head, bytes] | None = None
+        self,
+        *donors: str,
+        timeout_s: float = 5.0,
+        enough: Callable[[Head], bool] = lambda head: True,
+        known: tuple[Head, bytes] | None = None,
     ) -> tuple[Description, Tensor] | None:
-        return self.downloads.fetch(donors or list(self._donors), read, timeout_s, lambda: False, known)
+        asked = donors or list(self._donors)
+        return self.downloads.fetch(asked, read, timeout_s, lambda: False, enough=enough, known=known)
 
     def ranges_of(self) -> Counter[str]:
         """How many ranges each was asked for."""
@@ -132,7 +137,7 @@ def honest(name: str, source: Snapshot, *, instead: Callable[[int], bytes | None
         if isinstance(question, WantsDescription):
             office.answer(name, download, 0, source.description)
             return
-        data = bytes(source.memory.numpy())[questions.span(question.number, source.memory.numel())]
+        data = bytes(source.memory.numpy())[source.spans[question.number]]
         other = instead(question.number)
         if other != b"":
             office.answer(name, download, 1 + question.number, data if other is None else other)

@@ -30,7 +30,7 @@ class Scene:
         self.goal = GOAL
         status = SimpleNamespace(head=GOAL, living=tuple(sorted(offers)), cut=(), clients=frozenset())
         driver = SimpleNamespace(status=status, adopt=lambda *_, **__: None)
-        handover = SimpleNamespace(settle=lambda found: found == self.goal)
+        handover = SimpleNamespace(settle=lambda found: found == self.goal, leads_on=lambda head: True)
         downloads = SimpleNamespace(fetch=self.fetch, share=0.5)
         arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=False, client_mode=False)
         bus = EventBus()
@@ -48,7 +48,7 @@ class Scene:
             bus,
         )
 
-    def fetch(self, donors: list[str], read: Callable[[Any], Any], timeout_s: float, stops: Any, known: Any) -> Any:
+    def fetch(self, donors: list[str], read: Callable[[Any], Any], timeout_s: float, stops: Any, **_: Any) -> Any:
         self.asked.append(donors)
         stops()
         for donor in donors:

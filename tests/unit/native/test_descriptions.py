@@ -34,7 +34,7 @@ def contents(optimizer: torch.optim.Optimizer) -> str:
 
 
 def plain() -> list[Any]:
-    """A good description, taken apart: head, digest, parts, state, groups."""
+    """A good description, taken apart: head, digests, parts, state, groups."""
     head = Head(epoch=3, lineage=b"x" * 16, samples=300)
     found = msgpack.unpackb(
         copy_state(adamw(1, steps=1), [torch.zeros(3)], [torch.tensor(7)], head).described().description
@@ -76,7 +76,12 @@ WRONG: dict[str, tuple[tuple[Any, ...], object]] = {
     "negative samples": ((0, 2), -1),
     "an epoch that is text": ((0, 0), "3"),
     "a lineage that is text": ((0, 1), "x"),
-    "a digest that is text": ((1,), "x"),
+    "digests that are text": ((1,), "x"),
+    "a digest that is text": ((1, 0), "x" * 32),
+    "a digest of 31 bytes": ((1, 0), bytes(31)),
+    "no digests": ((1,), []),
+    "digests of more ranges": ((1,), [bytes(32)] * 3),
+    "digests as keys": ((1,), {bytes(32): 1, b"x" * 32: 1}),
     "no parts": ((2,), None),
     "an unknown dtype": ((2, 0, 0), "torch.complex128"),
     "a dtype of this module's": ((2, 0, 0), "__class__"),

@@ -18,10 +18,10 @@ from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.state import donor as donor_module
-from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import Done, WantsDescription, WantsRange
+from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES
 from lightning_hivemind.engine.native.state.snapshot import Snapshot, copy_state, install, read_description
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -290,7 +290,7 @@ class Inhabitant:
 @pytest.mark.parametrize("secure", [True, False], ids=["TLS", "in the clear"])
 def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) -> None:
     before, town = set(threading.enumerate()), Town(secure=secure)
-    elements = 5 * questions.RANGE_BYTES // 4 + 17
+    elements = 5 * RANGE_BYTES // 4 + 17
     state = copy_state(optimizer(1, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=100)).described()
     joiner = optimizer(2, elements)
     donors = [Inhabitant(name, town, state) for name in ("a", "b")]
@@ -302,7 +302,7 @@ def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) 
         return read_description(data, joiner, [], [])
 
     try:
-        found = new.downloads.fetch(["a", "b"], read, 20.0, lambda: False)  # type: ignore[arg-type]
+        found = new.downloads.fetch(["a", "b"], read, 20.0, lambda: False, enough=lambda head: True)  # type: ignore[arg-type]
         assert found is not None
         description, memory = found
         assert torch.equal(memory, state.memory)

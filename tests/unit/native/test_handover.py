@@ -168,6 +168,19 @@ def test_a_debt_is_settled_where_the_swarm_is_and_not_before(desk: Desk) -> None
     assert not desk.handover.owes
 
 
+def test_which_states_lead_to_where_the_swarm_is(desk: Desk) -> None:
+    """Of where it is, of before a step that is kept here, or from further on; not of before a step that was missed."""
+    missed, met = commit_on(ROOT), commit_on(commit_on(ROOT).head)
+    desk.handover.behind(missed.head, ())
+    assert not desk.handover.leads_on(ROOT)
+    assert desk.handover.leads_on(missed.head)
+    assert desk.handover.leads_on(met.head), "this peer has still to hear of it"
+    desk.handover.committed(met, AVERAGE, None)
+    assert [desk.handover.leads_on(one) for one in (ROOT, missed.head, met.head)] == [False, True, True]
+    another = commit_on(missed.head, digest=b"another")
+    assert not desk.handover.leads_on(Head(epoch=2, lineage=another.head.lineage, samples=met.head.samples - 1))
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Desk:
     """With memory for five steps, and room for three more on disk."""

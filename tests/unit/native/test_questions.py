@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native.state.questions import (
     MAX_QUESTION_BYTES,
-    RANGE_BYTES,
     Done,
     Question,
     WantsDescription,
     WantsRange,
-    ranges,
     read,
-    span,
     write,
 )
 from lightning_hivemind.errors import WireError
@@ -65,12 +62,3 @@ def test_garbage_is_refused_and_does_nothing_else(data: bytes) -> None:
 def test_a_question_with_something_wrong_is_refused(values: object) -> None:
     with pytest.raises(WireError, match="cannot be understood"):
         read(msgpack.packb(values))
-
-
-@pytest.mark.parametrize("size", [0, 1, RANGE_BYTES - 1, RANGE_BYTES, RANGE_BYTES + 1, 3 * RANGE_BYTES])
-def test_ranges_cover_a_state_without_gap_or_overlap(size: int) -> None:
-    spans = [span(number, size) for number in range(ranges(size))]
-    assert [one.start for one in spans] == [number * RANGE_BYTES for number in range(len(spans))]
-    assert [one.stop for one in spans] == [*(one.start for one in spans[1:]), *([size] if size else [])]
-    beyond = span(len(spans), size)
-    assert beyond.start == beyond.stop == size

@@ -10,21 +10,38 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_hivemind.engine.native.state import download, questions
+from lightning_hivemind.engine.native.state import download, ranges
 from lightning_hivemind.engine.native.state import relay as relay_module
 from lightning_hivemind.engine.native.state.download import WINDOW
 from lightning_hivemind.engine.native.state.questions import Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.relay import Relay
-from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Snapshot
+from lightning_hivemind.engine.native.state.snapshot import (
+    MAX_DESCRIPTION_BYTES,
+    Description,
+    Snapshot,
+    copy_state,
+    read_description,
+)
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError
-from swarm.post_office import RANGE_BYTES, RANGES, SILENCE_S, STATE_BYTES, Office, honest, mute, read, snapshot
+from swarm.post_office import (
+    RANGE_BYTES,
+    RANGES,
+    SILENCE_S,
+    STATE_BYTES,
+    Office,
+    honest,
+    mute,
+    optimizer,
+    read,
+    snapshot,
+)
 from swarm.town import wait_for
 
 
 @pytest.fixture(autouse=True)
 def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "RANGE_BYTES", RANGE_BYTES)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", RANGE_BYTES)
 
 
 @pytest.fixture
@@ -63,9 +80,21 @@ def test_a_state_that_is_here_is_not_sent_again(office: Office) -> None:
     assert torch.equal(found[1], source.memory)
 
 
-def test_donors_that_have_the_same_bytes_share_the_work(office: Office) -> None:
+def test_where_one_is_quick_enough_nobody_else_is_asked(office: Office) -> None:
     for name in "abc":
         office.add(name, snapshot(1))
+    assert office.fetch() is not None
+    assert {name for name, _ in office.asked} == {"a"}
+
+
+def slowly(number: int) -> None:
+    time.sleep(0.03)
+
+
+def test_donors_that_have_the_same_bytes_share_the_work(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "STAGGER_S", 0.0)
+    for name in "abc":
+        office.add_rogue(name, honest(name, snapshot(1), instead=slowly))
     found = office.fetch()
     assert found is not None
     assert torch.equal(found[1], snapshot(1).memory)
@@ -83,25 +112,65 @@ def test_one_after_the_other(office: Office) -> None:
         assert torch.equal(found[1], snapshot(seed).memory)
 
 
-def test_the_state_with_most_samples_is_taken_from_those_that_have_it(office: Office) -> None:
+def test_a_state_that_is_not_enough_is_not_taken_where_another_is(office: Office) -> None:
     office.add("a", snapshot(1, samples=100))
     office.add("b", snapshot(1, samples=100))
     office.add("c", snapshot(2, samples=101))
-    found = office.fetch()
+    found = office.fetch(enough=lambda head: head.samples > 100)
     assert found is not None
     assert torch.equal(found[1], snapshot(2).memory)
     assert set(office.ranges_of()) == {"c"}
 
 
-def test_of_states_with_as_many_samples_most_donors_decide(office: Office) -> None:
-    most = min((1, 2, 3), key=lambda seed: snapshot(seed).digest)  # it would not decide
-    others = [seed for seed in (1, 2, 3) if seed != most]
-    for name, seed in zip("abcdefg", (*others, most, *others, most, most), strict=True):
-        office.add(name, snapshot(seed))
-    found = office.fetch()
+def test_where_none_is_enough_the_one_of_most_samples_is_taken(office: Office) -> None:
+    for name, samples in zip("abc", (100, 102, 101), strict=True):
+        office.add(name, snapshot(samples, samples=samples))
+    found = office.fetch(enough=lambda head: head.samples > 200)
     assert found is not None
-    assert torch.equal(found[1], snapshot(most).memory)
-    assert set(office.ranges_of()) == set("cfg")
+    assert torch.equal(found[1], snapshot(102).memory)
+    assert set(office.ranges_of()) == {"b"}
+
+
+def test_a_state_from_which_the_swarm_has_gone_on_is_not_fetched_to_the_end(office: Office) -> None:
+    """It would be of no use: this peer has not been in the step that leads on from it."""
+    now = [snapshot(1, samples=100)]
+    served: list[int] = []
+
+    def goes_on(office: Office, download: bytes, question: Question) -> None:
+        if isinstance(question, WantsRange):
+            served.append(question.number)
+            if len(served) == WINDOW:
+                now[0] = snapshot(2, samples=200)
+        honest("a", now[0] if isinstance(question, WantsDescription) else found_in[question.digest])(
+            office, download, question
+        )
+
+    found_in = {one.digest: one for one in (snapshot(1, samples=100), snapshot(2, samples=200))}
+    office.add_rogue("a", goes_on)
+    found = office.fetch(enough=lambda head: head == now[0].head)
+    assert found is not None
+    assert torch.equal(found[1], snapshot(2).memory)
+    assert WINDOW <= len(served) - RANGES < RANGES
+
+
+def test_what_is_a_donor_s_own_comes_from_it_alone(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two donors with other masks: a mask must not be put together of both."""
+    monkeypatch.setattr(download, "STAGGER_S", 0.0)
+    plain, elements = optimizer(0), 8 * RANGE_BYTES // 4
+    states = {
+        name: copy_state(plain, [], [torch.full((elements,), value)], snapshot(1).head).described()
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    for name, state in states.items():
+        office.add_rogue(name, honest(name, state, instead=slowly))
+
+    def reader(data: memoryview) -> Description:
+        return read_description(data, plain, [], [torch.zeros(elements)])
+
+    found = office.downloads.fetch(["a", "b"], reader, 10.0, lambda: False, enough=lambda head: True)
+    assert found is not None
+    assert any(torch.equal(found[1], state.memory) for state in states.values())
+    assert min(office.ranges_of().values()) >= WINDOW, "both have what is shared"
 
 
 # ---------------------------------------------------------------------- donors that have nothing, or something else
@@ -163,6 +232,10 @@ def test_bytes_that_are_not_those_of_the_description(office: Office) -> None:
     office.add_rogue("a", honest("a", snapshot(1), instead=lambda n: bytes(RANGE_BYTES) if n == 3 else None))
     with pytest.raises(StateError, match="not the one that they described"):
         office.fetch()
+    office.add("b", snapshot(1))
+    found = office.fetch("a", "b")
+    assert found is not None
+    assert torch.equal(found[1], snapshot(1).memory)
 
 
 def test_an_answer_of_another_length_is_refused_and_the_range_comes_from_another(office: Office) -> None:
@@ -310,9 +383,9 @@ def test_who_is_to_stop_stops_waiting(office: Office, described: bool) -> None:
     start = time.monotonic()
     if described:
         with pytest.raises(StateError):
-            office.downloads.fetch(["a"], read, 60.0, stop.is_set)
+            office.downloads.fetch(["a"], read, 60.0, stop.is_set, enough=lambda head: True)
     else:
-        assert office.downloads.fetch(["a"], read, 60.0, stop.is_set) is None
+        assert office.downloads.fetch(["a"], read, 60.0, stop.is_set, enough=lambda head: True) is None
     assert time.monotonic() - start < 30.0
 
 

@@ -115,6 +115,27 @@ def test_messages_overtake_chunks_that_wait_and_go_between_the_pieces_of_one(tow
     assert all(payload == chunk for _, header, payload in slow.frames if header.kind is Kind.INPUT)
 
 
+def test_a_round_and_a_state_take_turns_and_questions_wait_for_neither(town: City) -> None:
+    first = town.settle("first")
+    slow = town.ledgers["slow"] = Slow()
+    town.add("slow", slow)
+    data = os.urandom(LARGEST)
+    for number in range(4):
+        first.send("slow", Header(kind=Kind.INPUT, chunk=number, length=len(data)), (data,))
+    for number in range(1, 4):
+        first.send("slow", Header(kind=Kind.STATE, chunk=number, length=len(data)), (data,))
+    wait_for(lambda: slow.asked, "the second one's first piece is there")
+    first.send("slow", Header(kind=Kind.REQUEST, length=3), (b"ask",))
+    first.send("slow", Header(kind=Kind.STATE, length=4), (b"what",))
+    slow.may.set()
+    wait_for(lambda: len(slow.frames) == 9, "everything")
+    assert [(header.kind, header.length) for _, header, _ in slow.frames[1:3]] == [(Kind.REQUEST, 3), (Kind.STATE, 4)]
+    long = [header.kind for _, header, _ in slow.frames if header.length == LARGEST]
+    turns = [Kind.STATE, Kind.INPUT, Kind.STATE, Kind.INPUT, Kind.STATE]
+    # (the second chunk may have begun before there was any state to send)
+    assert long in ([Kind.INPUT, *turns, Kind.INPUT], [Kind.INPUT, Kind.INPUT, *turns])
+
+
 def test_a_message_longer_than_a_piece_waits_for_the_chunk(town: City) -> None:
     first = town.settle("first")
     slow = town.ledgers["slow"] = Slow()

@@ -7,7 +7,6 @@ takes a state anew.
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import threading
 from collections import Counter
@@ -16,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 
-#: steps between two comparisons, where ``average_state_every`` does not say more; a digest costs about 1 s per GB
+#: steps between two comparisons, where ``average_state_every`` does not say more; a digest costs about 0.3 s per GB
 EVERY = 64
 #: comparisons that are remembered: records come seconds late, and steps may take a tenth of one
 REMEMBERED = 32
@@ -128,7 +128,7 @@ def _is_comparison(value: Any) -> bool:
 
 def digest_of(tensors: Iterable[Tensor]) -> bytes:
     """Of all their bytes, in order."""
-    found = hashlib.sha256()
+    found = blake3()
     for tensor in tensors:
         found.update(memory_of(tensor.detach().to("cpu").contiguous().flatten()))
     return found.digest()[:DIGEST_BYTES]

@@ -190,7 +190,8 @@ class CatchingUp:
                 return description
             raise StateError(f"its state, of {head.samples} samples, is older than that of this peer.")
 
-        found = self._parts.downloads.fetch(donors, read, timeout_s, self._stops, known)
+        leads_on = self._parts.handover.leads_on
+        found = self._parts.downloads.fetch(donors, read, timeout_s, self._stops, enough=leads_on, known=known)
         if found is None:
             return None, False
         description, memory = found

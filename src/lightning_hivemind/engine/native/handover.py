@@ -190,6 +190,12 @@ class Handover:
         """Whether there is something to do without waiting: a step that leads on from ``head``, or a debt."""
         return self.owes or any(step.commit.parent == head for step in self._steps)
 
+    def leads_on(self, head: Head) -> bool:
+        """Whether a state of ``head`` is the swarm's, as far as is known here, or the steps from it on are here."""
+        with self.changed:
+            newer = self._head is None or head == self._head or head.outweighs(self._head)
+            return newer or any(step.commit.parent == head for step in self._steps)
+
     def owe(self) -> None:
         """The parameters here are not the swarm's."""
         with self.changed:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
-from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -83,10 +82,10 @@ class Donor:
                 self._readers[peer] = (question.digest, download, time.monotonic())
                 self._copies.pop(question.digest)  # to the end of the order
                 self._copies[question.digest] = (copy, time.monotonic())
-        if copy is None or question.number >= questions.ranges(copy.memory.numel()):
+        if copy is None or question.number >= len(copy.spans):
             self._answer(peer, download, 0, b"")  # it is gone: the other peer has to begin anew
             return
-        data = memory_of(copy.memory)[questions.span(question.number, copy.memory.numel())]
+        data = memory_of(copy.memory)[copy.spans[question.number]]
         self._answer(peer, download, 1 + question.number, data)
 
     def lost(self, peer: PeerId) -> None:

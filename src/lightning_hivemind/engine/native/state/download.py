@@ -1,16 +1,18 @@
-"""The taking side: asks several donors for a description, then fetches ranges from all that have the very same bytes.
+"""The taking side: asks donors for a description, then fetches each range from whoever has the very same one.
 
-The training thread runs it and waits; frames come in the connections' threads.
+One donor is asked first, since to copy its state costs it time; while that is not enough, others follow. The training
+thread runs it and waits; frames come in the connections' threads, which check each range as it comes.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import operator
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +24,8 @@ from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import SendFrame
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
-from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Description, verify
+from lightning_hivemind.engine.native.state.ranges import digest_of
+from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Description
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError, WireError
 
@@ -30,10 +33,12 @@ log = logging.getLogger("lightning_hivemind")
 
 #: ranges that one donor is asked for at a time: enough that its line never idles
 WINDOW = 3
-POLL_S = 0.2
+POLL_S = 0.1
+#: another donor is asked when those before have not sent everything after so long
+STAGGER_S = 0.3
 #: that a copy of a state and its digest may take, or a helper to fetch it
 DESCRIPTION_S = 300.0
-#: once there is one description, how much longer the other donors' are waited for
+#: once there is a description that is not enough, how much longer the other donors' are waited for
 PATIENCE_S = 0.3
 ASK_AGAIN_S = 15.0
 
@@ -42,18 +47,39 @@ Reader = Callable[[memoryview], Description]
 
 @dataclass(slots=True)
 class _Attempt:
-    """One download. ``expected`` says which range of the memory a donor may write to."""
+    """One download. Connections' threads use it, too, under the lock, but for what only the training thread has."""
 
     number: bytes
-    donors: set[PeerId]
-    #: who may keep a copy for this download until it hears that it has ended
-    keeping: set[PeerId]
+    #: still to be asked, in this order; only the training thread
+    spare: list[PeerId]
+    #: when somebody was asked for the first time, last
+    asked_at: float = -math.inf
+    #: when each was asked for its description last, which has not come
+    asked: dict[PeerId, float] = field(default_factory=dict)
+    #: descriptions that have come and were not yet read
     described: dict[PeerId, memoryview] = field(default_factory=dict)
+    #: what those have that have described it, so that they keep a copy until they hear that this has ended
+    offers: dict[PeerId, Description] = field(default_factory=dict)
+    #: what was wrong with what somebody sent
+    problem: StateError | None = None
+    #: that is being fetched
+    chosen: Description | None = None
     memory: Tensor | None = None
     missing: list[int] = field(default_factory=list)
+    #: which ranges each may write now
     expected: dict[PeerId, set[int]] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
+    #: how many have not come
+    left: int = 0
     moved_at: dict[PeerId, float] = field(default_factory=dict)
+    #: something has come, or somebody has gone, since the training thread looked
+    news: bool = False
+
+    def drop(self, donor: PeerId) -> None:
+        """It has nothing, or has gone, or lies."""
+        self.asked.pop(donor, None)
+        self.offers.pop(donor, None)
+        self.missing += sorted(self.expected.pop(donor, set()))
+        self.news = True
 
 
 class Downloads:
@@ -72,134 +98,183 @@ class Downloads:
         read: Reader,
         timeout_s: float,
         should_abort: Callable[[], bool],
+        *,
+        enough: Callable[[Head], bool],
         known: tuple[Head, bytes] | None = None,
     ) -> tuple[Description, Tensor] | None:
-        """The newest state that ``donors`` have, from all that have it, verified; None if nobody has any to give.
+        """A state that one of ``donors`` has, from all that have the same bytes, checked; None if nobody has any.
 
         Args:
+            donors: whom to ask, in this order.
             read: checks a description against this peer's model; raises StateError.
+            enough: whether a state of this head would do now. Where none would, the one of most samples is fetched. If
+                the one that is being fetched would not do any more, this begins anew.
             known: head and digest of a state that is not fetched again: it comes back without its bytes.
 
         Raises:
             StateError: what was offered does not fit, or did not arrive whole.
         """
         deadline = time.monotonic() + timeout_s
-        attempt = _Attempt(secrets.token_bytes(16), set(donors), set(donors))
-        with self._changed:
-            self._attempt = attempt
-            attempt.moved_at = dict.fromkeys(donors, time.monotonic())
-        try:
-            chosen = self._choose(attempt, read, deadline, should_abort)
-            if chosen is None:
-                return None
-            if (chosen.head, chosen.digest) == known:
-                return chosen, torch.empty(0, dtype=torch.uint8)
-            description, memory = chosen, torch.zeros(chosen.size, dtype=torch.uint8)
-            if not self._gather(attempt, description, memory, deadline, should_abort):
-                raise StateError("the peers that sent their state went on, or left, before it was here.")
-        finally:
+        while True:
+            attempt = _Attempt(secrets.token_bytes(16), list(donors))
             with self._changed:
-                self._attempt = None
-            self._release(attempt, attempt.keeping)
-        if not verify(description, memory):
-            raise StateError("the state that peers sent is not the one that they described.")
-        return description, memory
+                self._attempt = attempt
+            try:
+                chosen = self._choose(attempt, read, deadline, should_abort, enough)
+                if chosen is None:
+                    return None
+                if (chosen.head, chosen.digest) == known:
+                    return chosen, torch.empty(0, dtype=torch.uint8)
+                if self._gather(attempt, chosen, read, deadline, should_abort, enough):
+                    assert attempt.memory is not None
+                    return chosen, attempt.memory
+            finally:
+                with self._changed:
+                    self._attempt = None
+                self._release(attempt)
+            log.info("the swarm has gone on from the state that was being fetched: asking for a newer one")
 
     def _choose(
-        self, attempt: _Attempt, read: Reader, deadline: float, should_abort: Callable[[], bool]
+        self,
+        attempt: _Attempt,
+        read: Reader,
+        deadline: float,
+        should_abort: Callable[[], bool],
+        enough: Callable[[Head], bool],
     ) -> Description | None:
-        """Wait for descriptions; the one that most donors have. Afterwards only they are donors."""
+        """Ask, and wait for a description that is enough; if none comes, the best."""
         since: float | None = None
-        asked = -math.inf
         deadline = min(deadline, time.monotonic() + DESCRIPTION_S)
-        with self._changed:
-            while attempt.donors - set(attempt.described):
-                now = time.monotonic()
-                if attempt.described and since is None:
-                    since = now
-                if now >= deadline or should_abort() or (since is not None and now - since > PATIENCE_S):
-                    break
-                if now - asked > ASK_AGAIN_S:  # a question may be lost with a connection that is made again
-                    asked = now
-                    for donor in sorted(attempt.donors - set(attempt.described)):
-                        self._ask(donor, attempt, WantsDescription())
-                self._changed.wait(min(POLL_S, PATIENCE_S / 2))
-            described = {donor: data for donor, data in attempt.described.items() if donor in attempt.donors}
-        if not described or should_abort():
-            return None
-        read_by_donor: dict[PeerId, Description] = {}
-        problem: StateError | None = None
-        for donor, data in described.items():
-            try:
-                read_by_donor[donor] = read(data)
-            except StateError as error:
-                problem = error
-                log.warning("peer %s: %s", donor, error)
-        if not read_by_donor:
-            assert problem is not None
-            raise problem
-        votes = Counter(one.digest for one in read_by_donor.values())
-        best = max(read_by_donor.values(), key=lambda one: (one.head.samples, votes[one.digest], one.digest))
-        with self._changed:
-            attempt.donors &= {donor for donor, one in read_by_donor.items() if one.digest == best.digest}
-        self._release(attempt, attempt.keeping - attempt.donors)
+        while True:
+            now = time.monotonic()
+            self._ask_around(attempt, now, hurries=since is not None)
+            self._read(attempt, read)
+            best = max(attempt.offers.values(), key=lambda one: one.head.samples, default=None)
+            if should_abort():
+                return None
+            if best is not None and enough(best.head):
+                return best
+            if best is not None and since is None:
+                since = now
+                continue  # the others are asked at once
+            waiting = attempt.spare or attempt.asked
+            if not waiting or now >= deadline or (since is not None and now - since > PATIENCE_S):
+                break
+            self._wait(attempt, min(POLL_S, deadline - now))
+        if best is None and attempt.problem is not None:
+            raise attempt.problem
         return best
-
-    def _release(self, attempt: _Attempt, donors: set[PeerId]) -> None:
-        """These need not keep a copy any more."""
-        for donor in sorted(donors):
-            self._ask(donor, attempt, Done())
-        attempt.keeping -= donors
 
     def _gather(
         self,
         attempt: _Attempt,
-        description: Description,
-        memory: Tensor,
+        chosen: Description,
+        read: Reader,
         deadline: float,
         should_abort: Callable[[], bool],
+        enough: Callable[[Head], bool],
     ) -> bool:
-        """Ask for ranges until all are here."""
+        """Fetch all ranges; False if it is not worth it any more.
+
+        Raises:
+            StateError: they do not come.
+        """
+        was_enough, stuck = enough(chosen.head), math.inf
         with self._changed:
-            attempt.memory = memory
-            attempt.missing = list(range(questions.ranges(description.size)))
-            attempt.expected = {donor: set() for donor in attempt.donors}
-            attempt.moved_at = dict.fromkeys(attempt.donors, time.monotonic())
-            total = len(attempt.missing)
-            while len(attempt.done) < total:
-                now = time.monotonic()
-                for donor in sorted(attempt.donors):
-                    if attempt.expected[donor] and now - attempt.moved_at[donor] > self._silence_s:
-                        self._drop(attempt, donor)
-                if not attempt.donors or now >= deadline or should_abort():
-                    return False
-                for donor in sorted(attempt.donors, key=lambda one: (len(attempt.expected[one]), one)):
-                    while attempt.missing and len(attempt.expected[donor]) < WINDOW:
-                        number = attempt.missing.pop(0)
-                        if not attempt.expected[donor]:
-                            attempt.moved_at[donor] = now
-                        attempt.expected[donor].add(number)
-                        self._ask(donor, attempt, WantsRange(description.digest, number))
-                self._changed.wait(POLL_S)
+            attempt.chosen, attempt.memory = chosen, torch.zeros(chosen.size, dtype=torch.uint8)
+            attempt.missing = list(range(len(chosen.ranges)))
+            attempt.left = len(attempt.missing)
+        while attempt.left:
+            now = time.monotonic()
+            self._read(attempt, read)
+            if was_enough and not enough(chosen.head):
+                return False
+            comes = self._ask_for_ranges(attempt, chosen, now)
+            stuck = math.inf if comes else min(stuck, now)  # who had what is missing has gone, but others may have it
+            hopeless = now - stuck > self._silence_s or not (comes or attempt.spare or attempt.asked)
+            if hopeless or now >= deadline or should_abort():
+                gone = "the peers that sent their state went on, or left, before it was here."
+                raise attempt.problem or StateError(gone)
+            if attempt.missing:
+                self._ask_around(attempt, now, hurries=not comes)
+            self._wait(attempt, POLL_S)
         return True
+
+    def _ask_around(self, attempt: _Attempt, now: float, *, hurries: bool = False) -> None:
+        """Ask for descriptions: those that were not asked, one after another, and those that do not answer, again."""
+        with self._changed:
+            due = hurries or not (attempt.asked or attempt.offers) or now - attempt.asked_at >= STAGGER_S
+            asks = attempt.spare[: None if hurries else 1] if due else []
+            del attempt.spare[: len(asks)]
+            attempt.asked_at = now if asks else attempt.asked_at
+            # a question may be lost with a connection that is made again
+            asks += [donor for donor, at in attempt.asked.items() if now - at > ASK_AGAIN_S]
+            attempt.asked.update(dict.fromkeys(asks, now))
+        for donor in asks:
+            self._ask(donor, attempt, WantsDescription())
+
+    def _read(self, attempt: _Attempt, read: Reader) -> None:
+        """The descriptions that have come."""
+        with self._changed:
+            attempt.news, described = False, list(attempt.described.items())
+            attempt.described.clear()
+        for donor, data in described:
+            try:
+                offer = read(data)
+            except StateError as error:
+                attempt.problem = error
+                log.warning("peer %s: %s", donor, error)
+                self._ask(donor, attempt, Done())
+                continue
+            with self._changed:
+                if attempt.asked.pop(donor, None) is not None:  # else it has gone meanwhile
+                    attempt.offers[donor] = offer
+
+    def _ask_for_ranges(self, attempt: _Attempt, chosen: Description, now: float) -> bool:
+        """Ask whoever has them; False if ranges are missing and nobody has any of them."""
+        asks: list[tuple[PeerId, Question]] = []
+        with self._changed:
+            for donor in [one for one, expected in attempt.expected.items() if expected]:
+                if now - attempt.moved_at[donor] > self._silence_s:
+                    attempt.drop(donor)
+            for donor, offer in sorted(attempt.offers.items(), key=lambda one: len(attempt.expected.get(one[0], ()))):
+                if donor not in attempt.expected and not _have_some_in_common(offer, chosen):
+                    attempt.drop(donor)
+                    asks.append((donor, Done()))
+                    continue
+                expected = attempt.expected.setdefault(donor, set())
+                if not expected:
+                    attempt.moved_at[donor] = now
+                has = (number for number in attempt.missing if offer.ranges[number] == chosen.ranges[number])
+                for number in list(itertools.islice(has, WINDOW - len(expected))):
+                    expected.add(number)
+                    attempt.missing.remove(number)
+                    asks.append((donor, WantsRange(offer.digest, number)))
+            comes = not attempt.missing or any(attempt.expected.values())
+        for donor, question in asks:
+            self._ask(donor, attempt, question)
+        return comes
+
+    def _wait(self, attempt: _Attempt, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: attempt.news, timeout_s)
+
+    def _release(self, attempt: _Attempt) -> None:
+        """They need not keep a copy any more."""
+        for donor in sorted({*attempt.asked, *attempt.offers}):
+            self._ask(donor, attempt, Done())
 
     def _ask(self, donor: PeerId, attempt: _Attempt, question: Question) -> None:
         data = questions.write(question)
         self._send(donor, Header(kind=Kind.REQUEST, round=attempt.number, length=len(data)), (data,))
 
-    @staticmethod
-    def _drop(attempt: _Attempt, donor: PeerId) -> None:
-        attempt.donors.discard(donor)
-        attempt.keeping.discard(donor)
-        attempt.missing += sorted(attempt.expected.pop(donor, set()))
-
     @property
     def share(self) -> float:
         """How much is here of the state that is being fetched, from 0 to 1."""
         attempt = self._attempt
-        if attempt is None or attempt.memory is None:
+        if attempt is None or attempt.chosen is None:
             return 0.0
-        return len(attempt.done) / max(1, questions.ranges(attempt.memory.numel()))
+        return 1 - attempt.left / max(1, len(attempt.chosen.ranges))
 
     # ------------------------------------------------------------------ the connections' threads
 
@@ -207,15 +282,18 @@ class Downloads:
         """Where an answer goes; None if it is not waited for."""
         with self._changed:
             attempt = self._attempt
-            if attempt is None or header.round != attempt.number or peer not in attempt.donors:
+            if attempt is None or header.round != attempt.number:
                 return None
             if header.chunk == 0:
+                if peer not in attempt.asked and peer not in attempt.offers:
+                    return None
                 if header.length > MAX_DESCRIPTION_BYTES:
                     raise WireError(f"a description of {header.length} bytes; at most {MAX_DESCRIPTION_BYTES} are read")
                 return memoryview(bytearray(header.length))
-            if attempt.memory is None or header.chunk - 1 not in attempt.expected.get(peer, ()):
+            number = header.chunk - 1
+            if attempt.chosen is None or attempt.memory is None or number not in attempt.expected.get(peer, ()):
                 return None
-            place = questions.span(header.chunk - 1, attempt.memory.numel())
+            place = attempt.chosen.spans[number]
             if header.length != place.stop - place.start:
                 raise WireError(f"{header.length} bytes of a state, {place.stop - place.start} were asked for")
             return memory_of(attempt.memory[place])
@@ -228,21 +306,39 @@ class Downloads:
 
     def arrived(self, peer: PeerId, header: Header, payload: memoryview) -> None:
         """All of it is where :meth:`room` said."""
+        digest = digest_of(payload) if header.chunk else b""
         with self._changed:
             attempt = self._attempt
             if attempt is None or header.round != attempt.number:
                 return
             if header.chunk:
-                attempt.expected.get(peer, set()).discard(header.chunk - 1)
-                attempt.done.add(header.chunk - 1)
-            elif len(payload):
+                self._keep(attempt, peer, header.chunk - 1, digest)
+            elif not len(payload):
+                attempt.drop(peer)
+            elif peer in attempt.asked:
                 attempt.described[peer] = payload
-            else:
-                self._drop(attempt, peer)
+            attempt.news = True
             self._changed.notify_all()
+
+    @staticmethod
+    def _keep(attempt: _Attempt, peer: PeerId, number: int, digest: bytes) -> None:
+        if number not in attempt.expected.get(peer, ()):
+            return  # it has been asked of another one meanwhile
+        assert attempt.chosen is not None
+        if digest != attempt.chosen.ranges[number]:
+            log.warning("peer %s sent a part of a state that is not what it described: it is not asked any more", peer)
+            attempt.problem = StateError("the state that peers sent is not the one that they described.")
+            attempt.drop(peer)
+            return
+        attempt.expected[peer].discard(number)
+        attempt.left -= 1
 
     def lost(self, peer: PeerId) -> None:
         with self._changed:
-            if self._attempt is not None and peer in self._attempt.donors:
-                self._drop(self._attempt, peer)
+            if self._attempt is not None:
+                self._attempt.drop(peer)
                 self._changed.notify_all()
+
+
+def _have_some_in_common(one: Description, other: Description) -> bool:
+    return one.spans == other.spans and any(map(operator.eq, one.ranges, other.ranges))

@@ -13,8 +13,6 @@ import msgpack  # type: ignore[import-untyped]
 from lightning_hivemind.errors import WireError
 
 MAX_QUESTION_BYTES = 256
-#: bytes of a state that are asked for at once
-RANGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class WantsDescription:
 
 @dataclass(frozen=True, slots=True)
 class WantsRange:
-    """Bytes ``number * RANGE_BYTES`` and on of the copy with this digest."""
+    """Range ``number`` of the copy with this digest."""
 
     digest: bytes
     number: int
@@ -65,14 +63,3 @@ def read(data: bytes | memoryview) -> Question:
         return WantsRange(digest, number)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise WireError(f"a question about the state that cannot be understood: {error}") from None
-
-
-def span(number: int, size: int) -> slice:
-    """Where a range lies in a state of ``size`` bytes."""
-    start = number * RANGE_BYTES
-    return slice(min(start, size), min(start + RANGE_BYTES, size))
-
-
-def ranges(size: int) -> int:
-    """How many there are in a state of ``size`` bytes."""
-    return -(-size // RANGE_BYTES)

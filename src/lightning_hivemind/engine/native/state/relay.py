@@ -58,8 +58,12 @@ class Relay:
             described[description.digest] = bytes(data)
             return description
 
-        found = self._downloads.fetch(trainers, read, TIMEOUT_S, self._should_abort) if trainers else None
+        if not trainers:
+            return None
+        found = self._downloads.fetch(
+            trainers, read, TIMEOUT_S, self._should_abort, enough=lambda head: head == self._head()
+        )
         if found is None:
             return None
         description, memory = found
-        return Snapshot(description.head, described[description.digest], memory, description.digest)
+        return Snapshot(description.head, described[description.digest], memory, description.spans, description.digest)

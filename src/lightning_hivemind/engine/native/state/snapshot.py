@@ -8,7 +8,6 @@ Everything is checked against what the receiving peer trains before any of it is
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ import msgpack  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_shared, digests, spans
 from lightning_hivemind.errors import StateError
 
 #: tensors begin at multiples of this, so that any dtype can be read where it lies
@@ -69,12 +68,14 @@ class Snapshot:
         head: whose state this is.
         description: msgpack of what the bytes mean; with it the bytes can be checked and used.
         memory: uint8 CPU (bytes,).
-        digest: SHA-256 of what is shared in ``memory``.
+        spans: of its ranges, see :mod:`.ranges`.
+        digest: of what is shared in ``memory``.
     """
 
     head: Head
     description: bytes
     memory: Tensor
+    spans: tuple[slice, ...]
     digest: bytes
 
 
@@ -83,7 +84,9 @@ class Description:
     """What :func:`read_description` found: enough to allocate, to compare donors, and to install.
 
     Attributes:
-        size: bytes of all of it; ``shared`` of them are in the digest.
+        digest: of what is shared.
+        size: bytes of all of it.
+        spans: of its ranges; ``ranges``: their digests.
         parts: parameters, the optimizer's tensors in the order of ``state``, shared tensors, own ones.
         state: of the optimizer, per parameter: names to plain numbers, or to None for the next of its tensors.
         groups: settings of the optimizer's groups.
@@ -92,7 +95,8 @@ class Description:
     head: Head
     digest: bytes
     size: int
-    shared: int
+    spans: tuple[slice, ...]
+    ranges: tuple[bytes, ...]
     parts: tuple[Part, ...]
     state: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...]
@@ -110,19 +114,22 @@ class StateCopy:
     groups: list[dict[str, Any]]
 
     def described(self) -> Snapshot:
-        """With its digest.
+        """With its digests.
 
         Raises:
             StateError: it cannot be described.
         """
-        digest = _digest(self.memory, _shared(self.parts, self.own, self.memory.numel()))
+        size = self.memory.numel()
+        shared = _shared(self.parts, self.own, size)
+        places = spans(shared, size)
+        ranges = digests(self.memory, places)
         place = [self.head.epoch, self.head.lineage, self.head.samples]
         shapes = [[part.dtype, list(part.shape)] for part in self.parts]
         try:
-            description = msgpack.packb([place, digest, shapes, self.state, self.groups], use_bin_type=True)
+            description = msgpack.packb([place, ranges, shapes, self.state, self.groups], use_bin_type=True)
         except (OverflowError, ValueError, TypeError) as error:
             raise StateError(f"the state of the optimizer cannot be described: {error}") from None
-        return Snapshot(self.head, description, self.memory, digest)
+        return Snapshot(self.head, description, self.memory, places, digest_of_shared(ranges, places, shared))
 
 
 @torch.no_grad()
@@ -171,9 +178,10 @@ def read_description(
     """
     try:
         values = msgpack.unpackb(data, raw=False, max_ext_len=0, strict_map_key=True)
-        (epoch, lineage, samples), digest, parts, state, groups = values
+        (epoch, lineage, samples), ranges, parts, state, groups = values
         shapes = [_read_shape(dtype, shape) for dtype, shape in parts]
-        sound = isinstance(digest, bytes) and len(digest) == 32 and isinstance(lineage, bytes) and len(lineage) <= 64
+        sound = isinstance(ranges, list) and all(isinstance(one, bytes) and len(one) == DIGEST_BYTES for one in ranges)
+        sound &= isinstance(lineage, bytes) and len(lineage) <= 64
         sound &= _is_count(epoch) and _is_count(samples)
         sound &= all(isinstance(one, dict) and all(isinstance(name, str) for name in one) for one in (*state, *groups))
         if not sound:
@@ -184,14 +192,18 @@ def read_description(
     laid_out, size = _lay_out(shapes)
     head = Head(epoch=epoch, lineage=lineage, samples=samples)
     common = _shared(laid_out, len(own), size)
-    return Description(head, digest, size, common, laid_out, tuple(state), tuple(groups))
+    places = spans(common, size)
+    if len(ranges) != len(places):
+        raise StateError(f"a peer described its state in {len(ranges)} ranges, where there are {len(places)}.")
+    digest = digest_of_shared(ranges, places, common)
+    return Description(head, digest, size, places, tuple(ranges), laid_out, tuple(state), tuple(groups))
 
 
 @torch.no_grad()
 def install(
     description: Description, memory: Tensor, optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors
 ) -> None:
-    """Put a state whose digest was checked into ``optimizer`` (its parameters included) and the tensors.
+    """Put a state whose ranges were checked into ``optimizer`` (its parameters included) and the tensors.
 
     ``memory`` is not used any more afterwards. Learning rates are the donor's.
     """
@@ -217,11 +229,6 @@ def install(
     for own_group, theirs in zip(optimizer.param_groups, description.groups, strict=True):
         for name in theirs.keys() & own_group.keys():
             own_group[name] = _like(own_group[name], theirs[name])
-
-
-def verify(description: Description, memory: Tensor) -> bool:
-    """Whether these are the bytes that were described."""
-    return _digest(memory, description.shared) == description.digest
 
 
 # ---------------------------------------------------------------------- private
@@ -261,10 +268,6 @@ def _lay_out(shapes: Sequence[_Shape]) -> tuple[tuple[Part, ...], int]:
 def _shared(parts: Sequence[Part], own: int, size: int) -> int:
     """Where what is shared ends."""
     return parts[len(parts) - own].offset if own else size
-
-
-def _digest(memory: Tensor, shared: int) -> bytes:
-    return hashlib.sha256(memory_of(memory[:shared])).digest()
 
 
 def _view(memory: Tensor, part: Part) -> Tensor:

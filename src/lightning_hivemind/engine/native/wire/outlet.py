@@ -19,7 +19,9 @@ Frame = tuple[Header, Payload]
 
 
 class Outlet:
-    """Sends frames in order, messages before chunks; never blocks the caller.
+    """Sends frames in order, but messages before all that is long; never blocks the caller.
+
+    Of what is long, a state's ranges and a round's chunks go in turns: neither waits until all of the other is gone.
 
     Frames that were handed over while a connection broke may be lost: the protocol asks for them again. What is asked
     for again while it waits, or is being sent, over a slow line, is sent once.
@@ -31,7 +33,9 @@ class Outlet:
     def __init__(self, reach: Reach, lost: Callable[[Outlet, str], None]) -> None:
         self.peer, self.reach, self._lost = reach.peer, reach, lost
         self._urgent: deque[Frame] = deque()
-        self._bulk: deque[Frame] = deque()
+        self._chunks: deque[Frame] = deque()
+        self._ranges: deque[Frame] = deque()
+        self._chunk_was_last = False
         #: of chunks that wait or are being sent
         self._unsent: set[Header] = set()
         self._sending: Header | None = None
@@ -46,15 +50,14 @@ class Outlet:
                 if header in self._unsent:
                     return
                 self._unsent.add(header)
-            queue = self._urgent if header.kind is Kind.MESSAGE else self._bulk
-            queue.append((header, payload))
+            self._queue_of(header).append((header, payload))
             self._changed.notify()
 
     def forget(self, round_id: bytes) -> None:
         """That round is over: its chunks need not be sent any more."""
         with self._changed:
-            self._unsent.difference_update(header for header, _ in self._bulk if header.round == round_id)
-            self._bulk = deque(frame for frame in self._bulk if frame[0].round != round_id)
+            self._unsent.difference_update(header for header, _ in self._chunks if header.round == round_id)
+            self._chunks = deque(frame for frame in self._chunks if frame[0].round != round_id)
 
     def close(self) -> None:
         self.reach.close()
@@ -96,14 +99,22 @@ class Outlet:
     def _next(self) -> Frame | None:
         with self._changed:
             self._sent()
-            if not self._urgent and not self._bulk and not self.reach.closed:
+            if not (self._urgent or self._chunks or self._ranges or self.reach.closed):
                 self._changed.wait(PING_S)
-            queue = self._urgent or self._bulk
+            in_turn = (self._ranges, self._chunks) if self._chunk_was_last else (self._chunks, self._ranges)
+            queue = self._urgent or in_turn[0] or in_turn[1]
             if not queue:
                 return None
+            if queue is not self._urgent:
+                self._chunk_was_last = queue is self._chunks
             frame = queue.popleft()
             self._sending = frame[0]
             return frame
+
+    def _queue_of(self, header: Header) -> deque[Frame]:
+        if header.kind in (Kind.INPUT, Kind.RESULT):
+            return self._chunks
+        return self._ranges if header.kind is Kind.STATE and header.chunk else self._urgent
 
     def _message(self) -> Frame | None:
         """One that may go between two pieces, because it is no more than one itself."""

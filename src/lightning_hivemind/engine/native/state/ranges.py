@@ -1,0 +1,43 @@
+"""A state's bytes in ranges: each is fetched from anybody who has the very same one, and checked by itself.
+
+BLAKE3, since it is quick without instructions for it, too: with those for SHA-256 it takes half as long as that, and
+without them a fifth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from blake3 import blake3
+from torch import Tensor
+
+from lightning_hivemind.engine.native.codecs.base import memory_of
+
+#: bytes of a state that are asked for at once
+RANGE_BYTES = 4 << 20
+DIGEST_BYTES = 32
+
+
+def spans(shared: int, size: int) -> tuple[slice, ...]:
+    """Where ranges lie in a state of ``size`` bytes, of which all peers have the first ``shared``; none is of both."""
+    return tuple(
+        slice(begin, min(begin + RANGE_BYTES, end))
+        for first, end in ((0, shared), (shared, size))
+        for begin in range(first, end, RANGE_BYTES)
+    )
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """Of a range."""
+    return blake3(data).digest()
+
+
+def digests(memory: Tensor, places: Iterable[slice]) -> tuple[bytes, ...]:
+    """Of ranges of ``memory``, uint8 CPU."""
+    data = memory_of(memory)
+    return tuple(digest_of(data[place]) for place in places)
+
+
+def digest_of_shared(ranges: Sequence[bytes], places: Sequence[slice], shared: int) -> bytes:
+    """Of what all peers have, given the digests of all ranges."""
+    return blake3(b"".join(one for one, place in zip(ranges, places, strict=True) if place.stop <= shared)).digest()
