@@ -7,7 +7,6 @@ protocol and carries out what it answers. The training thread never waits for it
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import replace
 
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
+from lightning_hivemind.engine.native.inbox import Inbox
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.actions import (
@@ -66,7 +66,7 @@ class Driver:
     ) -> None:
         self._peer, self._training, self._layout, self._codecs = peer, training, layout, codecs
         self._memory = memory or Memory()
-        self._events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
+        self._events = Inbox()
         self._exchanges: dict[bytes, Exchange] = {}
         self._given: bytes | None = None
         self._greeted: set[PeerId] = set()
@@ -92,6 +92,7 @@ class Driver:
         self._wakefulness.stop()
         self._events.put(lambda now: None)
         self._thread.join(timeout_s)
+        self._events.close()
         if self._links is not None:
             self._links.close()
 
@@ -165,11 +166,11 @@ class Driver:
             return
         if header.kind is Kind.MESSAGE:
             message = decode(payload)
-            self._events.put(lambda now: self._peer.receive(peer, message, now))
+            self._events.put_from(peer, header.length, lambda now: self._peer.receive(peer, message, now))
         elif header.kind is Kind.INPUT:
-            self._events.put(lambda now: self._take_input(peer, header, payload, now))
+            self._events.put_from(peer, header.length, lambda now: self._take_input(peer, header, payload, now))
         elif header.kind is Kind.RESULT:
-            self._events.put(lambda now: self._take_result(peer, header, payload, now))
+            self._events.put_from(peer, header.length, lambda now: self._take_result(peer, header, payload, now))
         elif header.kind is Kind.REQUEST and self._donor is not None:
             self._donor.asked(peer, header.round, read_question(payload))
         elif header.kind is Kind.STATE and self._downloads is not None:
@@ -207,10 +208,7 @@ class Driver:
     def _run(self) -> None:
         while not self._stopping:
             until = self._peer.deadline if self._called is None else min(self._peer.deadline, self._called[1])
-            try:
-                event = self._events.get(timeout=min(max(0.0, until - time.monotonic()), 1.0))
-            except queue.Empty:
-                event = self._peer.tick
+            event = self._events.take(min(max(0.0, until - time.monotonic()), 1.0)) or self._peer.tick
             try:
                 self._see_to(event)
             except Exception as error:

@@ -1,0 +1,59 @@
+"""What the rounds' thread has to see to, in order. Who sends faster than that is read no further until it is done."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+
+from lightning_hivemind.engine.native.protocol.lineage import PeerId
+
+#: of what one peer has sent, that may wait; a larger piece waits alone
+WAITING_BYTES = 64 << 20
+
+Event = Callable[[float], None]
+
+
+class Inbox:
+    """One thread takes, any thread gives."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._events: deque[tuple[Event, PeerId | None, int]] = deque()
+        self._waiting: Counter[PeerId] = Counter()
+        self._closed = False
+
+    def put(self, event: Event) -> None:
+        """An event of this peer's own."""
+        with self._changed:
+            self._events.append((event, None, 0))
+            self._changed.notify_all()
+
+    def put_from(self, peer: PeerId, size: int, event: Event) -> None:
+        """``size`` bytes that ``peer`` has sent; in the thread that reads its connection, which may have to wait."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or not self._waiting[peer] or self._waiting[peer] + size <= WAITING_BYTES
+            )
+            self._waiting[peer] += size
+            self._events.append((event, peer, size))
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> Event | None:
+        """The next; None if there is none for so long."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._events, timeout_s):
+                return None
+            event, peer, size = self._events.popleft()
+            if peer is not None:
+                self._waiting[peer] -= size
+                if not self._waiting[peer]:
+                    del self._waiting[peer]
+                self._changed.notify_all()
+            return event
+
+    def close(self) -> None:
+        """Nobody takes any more: nobody waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
