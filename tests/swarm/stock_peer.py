@@ -42,7 +42,7 @@ def main(initial_peers: list[str], run_id: str, stop: Path) -> None:
         start = (start + 8) % 4000
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(net(batch["x"]), batch["y"]).backward()
-        time.sleep(0.05)
+        time.sleep(0.25)
         optimizer.step()
         if optimizer.local_epoch != done:
             done = optimizer.local_epoch
