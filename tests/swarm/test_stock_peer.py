@@ -25,8 +25,8 @@ def said(peer: Peer, event: str) -> list[dict[str, Any]]:
 
 @HIVEMIND_ONLY
 def test_a_stock_script_joins_a_run_of_ours_and_averages_with_it(swarm: Swarm, tmp_path: Path) -> None:
-    # both wait for one another longer than a busy machine can make a batch last; steps take longer than it takes hivemind
-    # to hear of a report (with steps of 0.2 s peers were seen to go on alone for minutes, at a load of 19)
+    # Both wait for one another longer than a busy machine can make a batch last; and a step takes longer than hivemind
+    # needs to hear of a report (with steps of 0.2 s they were seen to go on alone for minutes, at a load of 19).
     patient = {"matchmaking_time": 10.0, "averaging_timeout": 30.0}
     (ours,) = swarm.start(1, together=False, hold_at=[1], trainer=ENDLESS, delay_s=0.5, strategy=patient)
     ours.wait_for("holding", epoch=1)
