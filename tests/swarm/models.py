@@ -108,9 +108,9 @@ def make_scheduler(optimizer: torch.optim.Optimizer, name: str) -> Any:
 def make_model(pl: ModuleType, **options: Any) -> Any:
     """A LightningModule of the given package.
 
-    Options: ``width``, ``norm``, ``seed``, ``dtype``, ``frozen`` (the network); ``optimizer``, ``lr``, ``scheduler``,
-    ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of batches),
-    ``scale_loss``; ``monitor_values`` (what validation logs, by global step); ``own_zero_grad``.
+    Options: ``width``, ``norm``, ``seed``, ``dtype``, ``frozen``, ``unreached`` (the network); ``optimizer``, ``lr``,
+    ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of
+    batches), ``scale_loss``; ``monitor_values`` (what validation logs, by global step); ``own_zero_grad``.
     """
 
     class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -122,6 +122,10 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             if "dtype" in options:
                 self.net.to(getattr(torch, options["dtype"]))
             self.net[0].requires_grad_(not options.get("frozen", False))
+            if options.get("unreached"):  # by any loss
+                self.unreached = nn.Linear(3, 3)
+                nn.init.constant_(self.unreached.weight, 1.0)
+                nn.init.constant_(self.unreached.bias, 1.0)
             self.batches_seen = 0
             self.automatic_optimization = not options.get("manual", False)
             self.before_batch: Any = lambda batch: None

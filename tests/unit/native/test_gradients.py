@@ -28,10 +28,25 @@ def add(gradients: Gradients, value: float, samples: int, epoch: int = 0) -> int
     return gradients.samples
 
 
-def given(gradients: Gradients) -> tuple[Contribution, Tensor]:
+def marked(gradients: Gradients) -> tuple[Contribution, Tensor, list[float]]:
+    """What is given, and which parameters have a gradient."""
     found = gradients.give()
     assert found is not None
-    return found
+    contribution, values = found
+    assert values.numel() == gradients.elements
+    return contribution, values[: -gradients.marks], values[-gradients.marks :].tolist()
+
+
+def given(gradients: Gradients) -> tuple[Contribution, Tensor]:
+    """Where every parameter has a gradient."""
+    contribution, values, marks = marked(gradients)
+    assert set(marks) == {1.0}
+    return contribution, values
+
+
+def left_out(value: float) -> Tensor:
+    """Of both parameters."""
+    return torch.cat((torch.full((10,), value), torch.zeros(2)))
 
 
 def test_one_batch_is_given_bit_for_bit(gradients: Gradients) -> None:
@@ -68,6 +83,42 @@ def test_a_parameter_without_a_gradient_counts_as_zeros(gradients: Gradients) ->
     gradients.add(4, 0)
     _, values = given(gradients)
     assert values.tolist() == [1.0] * 6 + [2.0] * 4
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_it_is_told_of_which_parameters_there_is_no_gradient_at_all(in_place: bool) -> None:
+    gradients = Gradients("me", parameters(), Statistics([]), max_staleness=1, in_place=in_place)
+    first, last = gradients.parameters
+    for number, reached in enumerate((first, last, None)):
+        for parameter in gradients.parameters:
+            parameter.grad = torch.ones_like(parameter) if parameter is reached else None
+        gradients.weight(4)
+        gradients.add(4, number)
+        contribution, _, marks = marked(gradients)
+        assert marks == [float(parameter is reached) for parameter in gradients.parameters]
+        gradients.committed([contribution], number + 1)
+    assert not in_place or first.grad is None, "nothing made one of it"
+
+
+def test_it_is_told_of_all_that_is_given_together(gradients: Gradients) -> None:
+    first, last = gradients.parameters
+    first.grad = torch.ones_like(first)
+    gradients.add(4, 0)
+    assert marked(gradients)[2] == [1.0, 0.0]
+    gradients.returned()
+    first.grad, last.grad = None, torch.ones_like(last)
+    gradients.add(4, 0)
+    assert marked(gradients)[2] == [1.0, 1.0]
+
+
+def test_what_was_left_out_of_a_parameter_is_something_of_it(gradients: Gradients) -> None:
+    gradients.committed([], 0, torch.cat((torch.zeros(9), torch.ones(1), torch.zeros(2))))
+    for parameter in gradients.parameters:
+        parameter.grad = None
+    gradients.add(4, 0)
+    _, values, marks = marked(gradients)
+    assert values.tolist() == [0.0] * 9 + [0.25]
+    assert marks == [0.0, 1.0]
 
 
 def test_nothing_gathered_is_nothing_given(gradients: Gradients) -> None:
@@ -129,23 +180,23 @@ def test_what_was_left_out_is_added_to_what_is_given_next(gradients: Gradients) 
     """(By sums: 6 samples that left out 0.5 each weigh as much as 3 that left out 1.)"""
     add(gradients, 1.0, 6)
     mine, _ = given(gradients)
-    gradients.committed([mine], 1, torch.full((10,), 3.0))
+    gradients.committed([mine], 1, left_out(3.0))
     add(gradients, 4.0, 2, epoch=1)
     for _ in range(2):
         mine, values = given(gradients)
         assert values.tolist() == [5.5] * 10
         gradients.returned()  # the round came to nothing, and changes nothing
     given(gradients)
-    gradients.committed([], 2, torch.full((10,), 1.0))  # not in the commit, but it has reduced for it
+    gradients.committed([], 2, left_out(1.0))  # not in the commit, but it has reduced for it
     mine, values = given(gradients)
     assert values.tolist() == [6.0] * 10
-    gradients.committed([mine], 3, torch.zeros(10))
+    gradients.committed([mine], 3, left_out(0.0))
     add(gradients, 4.0, 2, epoch=3)
     assert given(gradients)[1].tolist() == [4.0] * 10
 
 
 def test_who_loses_track_of_its_contributions_forgets_what_was_left_out(gradients: Gradients) -> None:
-    gradients.committed([], 1, torch.full((10,), 3.0))
+    gradients.committed([], 1, left_out(3.0))
     gradients.moved(7)
     add(gradients, 4.0, 2, epoch=7)
     assert given(gradients)[1].tolist() == [4.0] * 10
@@ -224,9 +275,7 @@ def test_a_sum_in_place_that_is_discarded_begins_anew_with_the_next_batch() -> N
     gradients.begin_batch()
     weight.grad += torch.tensor([3.0, 5.0])
     assert gradients.add(4, 0) == 0
-    given = gradients.give()
-    assert given is not None
-    assert given[1].tolist() == [3.0, 5.0]
+    assert given(gradients)[1].tolist() == [3.0, 5.0]
 
 
 @pytest.fixture
@@ -254,10 +303,9 @@ def test_a_round_that_calls_while_an_average_is_in_the_buffers_does_not_clear_it
     assert weight.grad is not None
     with gradients.lent():
         weight.grad.fill_(7.0)
-        given = gradients.give()
+        contribution, values = given(gradients)
         assert weight.grad.tolist() == [7.0, 7.0]
-    assert given is not None
-    assert (given[0].samples, given[1].tolist()) == (4, [3.0, 3.0])
+    assert (contribution.samples, values.tolist()) == (4, [3.0, 3.0])
     assert weight.grad.tolist() == [0.0, 0.0], "the next sum begins at zero"
     batch_in_place(gradients, weight, 1.0, 4)
     assert gradients.samples == 8
@@ -268,14 +316,12 @@ def test_what_made_room_for_an_average_and_what_comes_back_from_a_round_are_both
 ) -> None:
     gradients, weight = in_place
     batch_in_place(gradients, weight, 3.0, 4)
-    given = gradients.give()
-    assert given is not None
+    given(gradients)
     batch_in_place(gradients, weight, 6.0, 8)
     with gradients.lent():
         pass
     gradients.returned()
-    again = gradients.give()
-    assert again is not None
+    again = given(gradients)
     assert (again[0].samples, again[1].tolist()) == (12, [5.0, 5.0])
     batch_in_place(gradients, weight, 2.0, 2)
     with gradients.lent():
@@ -292,9 +338,7 @@ def test_a_batch_whose_step_is_left_out_loses_nothing(in_place: tuple[Gradients,
     with gradients.lent():
         pass
     assert gradients.samples == 4
-    given = gradients.give()
-    assert given is not None
-    assert given[1].tolist() == [3.0, 3.0]
+    assert given(gradients)[1].tolist() == [3.0, 3.0]
 
 
 def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
@@ -304,6 +348,4 @@ def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
         assert gradients.weight(1) == 1.0
         weight.grad = torch.sparse_coo_tensor([[1]], [[4.0, 6.0]], (3, 2))
         gradients.add(1, 0)
-        given = gradients.give()
-        assert given is not None
-        assert given[1].tolist() == [0.0, 0.0, 4.0, 6.0, 0.0, 0.0]
+        assert given(gradients)[1].tolist() == [0.0, 0.0, 4.0, 6.0, 0.0, 0.0]

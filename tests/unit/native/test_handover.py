@@ -184,7 +184,7 @@ def test_which_states_lead_to_where_the_swarm_is(desk: Desk) -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Desk:
     """With memory for five steps, and room for three more on disk."""
-    monkeypatch.setattr(handover_module, "WAITING_BYTES", 4 * 3 * 5)
+    monkeypatch.setattr(handover_module, "WAITING_BYTES", 4 * 4 * 5)
     monkeypatch.setattr(handover_module, "MOST_ON_DISK", 8)
     return Desk()
 
@@ -292,7 +292,7 @@ def test_what_is_given_says_what_this_peer_can_and_wants() -> None:
     given = desk.handover.give()
     assert (given.offer.reduces, given.offer.stop) == (False, True)
     assert given.values is not None
-    assert given.values.tolist() == [1.0, 1.0, 1.0]
+    assert given.values.tolist() == [1.0, 1.0, 1.0, 1.0], "the gradient, and that there is one"
 
 
 def test_who_does_not_train_gives_nothing() -> None:

@@ -161,7 +161,8 @@ def gathering(statistic: Tensor) -> tuple[Gradients, torch.nn.Parameter]:
 def given(gradients: Gradients) -> tuple[object, list[float]]:
     found = gradients.give()
     assert found is not None
-    values: list[float] = found[1].tolist()
+    *values, mark = found[1].tolist()
+    assert mark == 1.0, "the weight has a gradient"
     return found[0], values
 
 
@@ -170,7 +171,7 @@ def test_changes_travel_behind_the_gradients() -> None:
     gradients, _ = gathering(statistic)
     gradients.add(4, 0)
     statistic += 2
-    assert gradients.elements == 3
+    assert gradients.elements == 4
     assert given(gradients)[1] == [1.0, 2.0, 2.0]
 
 

@@ -63,16 +63,19 @@ class Trainee:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         for grad in grads if self.clips else ():
             grad.mul_(0.5)
-        self.hooked.append(torch.cat([grad.flatten() for grad in grads]).tolist())
+        self.hooked.append([value for grad in grads for value in grad.flatten().tolist()])
 
     @property
     def parameters(self) -> list[Tensor]:
         return [self.weight, self.frozen, self.bias]
 
-    def step(self, average: Tensor, epoch: int) -> None:
-        """And wait until the model has it."""
-        self.stepper.step(average, head(epoch))
+    def step(self, average: Tensor, epoch: int, reached: tuple[float, float] = (1.0, 1.0)) -> None:
+        """And wait until the model has it. ``reached``: whether anybody has a gradient of the weight, of the bias."""
+        self.begin(average, epoch, reached)
         self.stepper.settle(wait=True)
+
+    def begin(self, average: Tensor, epoch: int, reached: tuple[float, float] = (1.0, 1.0)) -> None:
+        self.stepper.step(torch.cat((average, torch.tensor(reached))), head(epoch))
 
 
 def averages(count: int, elements: int = 7) -> list[Tensor]:
@@ -133,6 +136,23 @@ def test_the_average_itself_is_not_changed(trainee: Trainee) -> None:
     trainee.step(average, 1)
     trainee.step(averages(2, 9)[1], 2)
     assert torch.equal(average, before)
+
+
+@pytest.mark.parametrize("reached", [(0.0, 0.2), (1e-12, 0.0), (0.0, 0.0)], ids=["bias", "weight", "none"])
+def test_a_parameter_of_which_nobody_has_a_gradient_is_left_alone_as_by_plain_torch(
+    trainee: Trainee, reached: tuple[float, float]
+) -> None:
+    """Weight decay and momentum would move it."""
+    (first, second), plain = averages(2), Trainee()
+    for values, (weight, bias) in ((first, (1.0, 1.0)), (second, reached)):
+        plain.weight.grad = values[:4].view(2, 2).clone() if weight else None
+        plain.bias.grad = values[4:7].clone() if bias else None
+        plain.optimizer.step()
+    trainee.weight.grad = torch.ones(2, 2)  # of a batch of before
+    trainee.step(torch.cat((first, torch.zeros(2))), 1)
+    trainee.step(torch.cat((second, torch.ones(2))), 2, reached)
+    assert same(trainee.parameters, plain.parameters)
+    assert trainee.buffers[0].tolist() == [1.0, 1.0]
 
 
 def test_frozen_parameters_stay_and_have_no_gradient(trainee: Trainee) -> None:
@@ -202,10 +222,10 @@ def test_an_optimizer_on_the_host_is_of_the_same_kind_over_other_memory() -> Non
 def test_a_delayed_step_reaches_the_model_when_it_is_settled() -> None:
     trainee = Trainee("delayed")
     before, given = [one.clone() for one in trainee.parameters], averages(2)
-    trainee.stepper.step(given[0], head(1))
+    trainee.begin(given[0], 1)
     wait_for(lambda: trainee.stepper.head == head(1), "the step in the background")
     assert same(trainee.parameters, before)
-    trainee.stepper.step(given[1], head(2))
+    trainee.begin(given[1], 2)
     assert same(trainee.parameters, plainly(given[:1])), "the next step settles the one before"
     trainee.stepper.settle(wait=True)
     assert same(trainee.parameters, plainly(given))
@@ -213,9 +233,13 @@ def test_a_delayed_step_reaches_the_model_when_it_is_settled() -> None:
 
 
 def test_what_fails_in_the_background_is_raised_when_it_is_settled() -> None:
+    def fails(closure: object = None) -> None:
+        raise RuntimeError("out of memory")
+
     trainee = Trainee("delayed", buffers=[torch.zeros(2)])
-    trainee.stepper.step(averages(1, 10)[0], head(1))
-    with pytest.raises(RuntimeError):
+    trainee.stepper.optimizer.step = fails  # type: ignore[method-assign]
+    trainee.begin(averages(1, 9)[0], 1)
+    with pytest.raises(RuntimeError, match="out of memory"):
         trainee.stepper.settle(wait=True)
     trainee.stepper.settle(wait=True)
     trainee.stepper.close()
@@ -225,7 +249,7 @@ def test_a_delayed_step_leaves_alone_what_the_batch_under_way_needs() -> None:
     """Rotary embeddings, say, whose buffers autograd has kept: backward would raise."""
     trainee = Trainee("delayed", buffers=[torch.ones(3)])
     loss = (trainee.bias * trainee.buffers[0]).sum()
-    trainee.stepper.step(averages(1, 10)[0], head(1))
+    trainee.begin(averages(1, 10)[0], 1)
     wait_for(lambda: trainee.stepper.head == head(1), "the step in the background")
     trainee.stepper.close()
     loss.backward()

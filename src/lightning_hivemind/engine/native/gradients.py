@@ -18,7 +18,7 @@ from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
+from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, views
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ class Gradients:
         low_rank: what is given and averaged are factors of the flat vector.
 
     Attributes:
-        sizes: elements of what is given, tensor by tensor, first those ``of_gradients``; ``elements`` in all; the last
-            ``moments`` of the optimizer.
+        sizes: elements of what is given, tensor by tensor, first those ``of_gradients``, at the end those of the
+            ``moments`` of the optimizer; behind them, for each parameter, whether it has a gradient (``marks``: 1.0 or
+            0.0, so that an average of 0.0 means that nobody has one). ``elements`` in all.
         whole: elements of the flat vector.
     """
 
@@ -71,14 +72,15 @@ class Gradients:
         self._lock = threading.Lock()
         self._local = local_step is not None
         sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
-        self.whole, self._low_rank = sum(sizes), low_rank
+        self.marks, self._low_rank = len(self.parameters), low_rank
+        self.whole = sum(sizes) + self.marks
         self._sum: BufferSum | InPlaceSum | LocalUpdates
         if local_step is not None:
             self._sum = LocalUpdates(local_step, self._memory, self.whole)
         else:
             self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters, self._memory, self.whole)
-        self.sizes = sizes if low_rank is None else low_rank.sizes
-        self.elements, self.moments = sum(self.sizes), statistics.moments
+        self.sizes = sizes if low_rank is None else low_rank.sizes[:-1]
+        self.elements, self.moments = sum(self.sizes) + self.marks, statistics.moments
         self.of_gradients = len(self.sizes) - len(statistics.tensors)
         #: what a round has now, and what came back from one
         self._given: tuple[Contribution, _Mean] | None = None
@@ -86,6 +88,8 @@ class Gradients:
         self._number = time.time_ns() // 1000  # grows over restarts, too
         #: of sums over samples that were given before (error feedback); see :meth:`.Exchange.left_out`
         self._left_out: Tensor | None = None
+        #: parameters of which there ever was a gradient here: what a low rank left out of it comes later
+        self._ever = torch.zeros(self.marks)
         self._head_epoch = 0
 
     # ------------------------------------------------------------------ the training thread
@@ -121,8 +125,8 @@ class Gradients:
     def add(self, samples: int, epoch: int, scale: float = 1.0) -> int:
         """Take in ``param.grad``, the mean of a batch of ``samples``, computed with the parameters of ``epoch``.
 
-        Returns how many samples are too old to count, and dropped. No gradient counts as zeros. ``scale``: what sums in
-        place are still multiplied by.
+        Returns how many samples are too old to count, and dropped. No gradient counts as zeros, if there is one in
+        another batch. ``scale``: what sums in place are still multiplied by.
         """
         with self._lock:
             lost = self._sum.add(samples, epoch, scale)
@@ -172,12 +176,15 @@ class Gradients:
             self._back = mean
             values: Tensor | None = mean.values
             if self._low_rank is not None:
+                marks = self._marks(mean.values)
+                marks.copy_(torch.maximum(self._ever, marks, out=self._ever))
                 values = self._low_rank.pack(mean.values, self._number, mean.samples, self._head_epoch)
             if values is None:
                 return None
             if self._left_out is not None:
                 given = self._memory.floats(values.numel())
                 values = torch.add(values, self._left_out, alpha=1 / mean.samples, out=given)
+                self._mark_left_out(given, self._left_out)
             self._back = None
             mean = replace(mean, numbers=mean.numbers | {self._number})
             contribution = Contribution(peer=self._me, number=self._number, samples=mean.samples)
@@ -267,7 +274,7 @@ class Gradients:
         if not total.samples or total.busy:
             return self._back
         samples, epoch, values = total.samples, total.epoch, total.take()
-        values[total.elements :] = self._statistics.changes(self._head_epoch)
+        values[total.elements : self.whole - self.marks] = self._statistics.changes(self._head_epoch)
         mean = _Mean(values, samples, epoch)
         return mean if self._back is None else self._merged(self._back, mean)
 
@@ -278,7 +285,18 @@ class Gradients:
         torch.mul(newer.values[:trained], newer.samples / samples, out=values[:trained])
         values[:trained].add_(older.values[:trained], alpha=older.samples / samples)
         values[trained:] = newer.values[trained:]
+        torch.maximum(self._marks(older.values), self._marks(newer.values), out=self._marks(values))
         return _Mean(values, samples, min(older.epoch, newer.epoch), older.numbers | newer.numbers)
+
+    def _marks(self, flat: Tensor) -> Tensor:
+        return flat[flat.numel() - self.marks :]
+
+    def _mark_left_out(self, given: Tensor, left_out: Tensor) -> None:
+        """There is something of these parameters, too."""
+        if self._low_rank is None:
+            for mark, part in zip(self._marks(given), views(left_out, self.parameters), strict=True):
+                if not mark and part.any():
+                    mark.fill_(1.0)
 
     def _prune(self) -> int:
         """Drop what is too old; returns the samples."""

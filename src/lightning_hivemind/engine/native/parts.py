@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lightning_hivemind.argument_rules import needless
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.codecs.powersgd import read_factory
+from lightning_hivemind.engine.native.codecs.base import Exact
 from lightning_hivemind.engine.native.codecs.mapping import Coding
 from lightning_hivemind.engine.native.codecs.mixed import per_chunk
 from lightning_hivemind.engine.native.driver import Driver
@@ -71,7 +72,7 @@ def make_low_rank(arguments: Arguments, stepper: Stepper, memory: Memory) -> Low
     if wanted is None:
         return None
     shapes = [p.shape for p in stepper.model_parameters if p.requires_grad]
-    rest = [tensor.numel() for tensor in stepper.statistics.tensors]
+    rest = [*(tensor.numel() for tensor in stepper.statistics.tensors), len(shapes)]
     ratio = wanted.min_compression_ratio
     return LowRank(shapes, rest, rank=wanted.rank, min_compression_ratio=ratio, memory=memory)
 
@@ -98,7 +99,8 @@ def build(
         )
     layout = Layout(gradients.elements)
     memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
-    codecs = per_chunk(coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), layout.spans)
+    coded = [*coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), (gradients.marks, Exact())]
+    codecs = per_chunk(coded, layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
     settings = Settings(
         run=run,

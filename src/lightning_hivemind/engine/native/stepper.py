@@ -95,7 +95,8 @@ class Stepper:
             self._moments.keep()
 
     def step(self, average: Tensor, head: Head, counted: Tensor | None = None, carried: Tensor | None = None) -> None:
-        """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics.
+        """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics, then
+        for each trained parameter 0.0 where nobody has a gradient: it gets none either, as in a plain Trainer.
 
         Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`; ``carried``:
         :attr:`.LowRank.carried` after it.
@@ -108,7 +109,8 @@ class Stepper:
                 self.statistics.publish()
             return
         self.settle(wait=True)
-        statistics = average[self._use(average) :]
+        begin = self._use(average)
+        statistics = average[begin : begin + self.statistics.elements]
         with torch.enable_grad():
             self._training.before_optimizer_step(self.optimizer)
         if self._executor is not None:
@@ -202,7 +204,7 @@ class Stepper:
     @torch.no_grad()
     def _use(self, average: Tensor) -> int:
         """Put the averaged gradients where the optimizer looks for them; returns where they end."""
-        start = 0
+        start, reached = 0, iter(average[average.numel() - sum(self._trained) :].tolist())
         for parameter, trained, mine in zip(_parameters(self.optimizer), self._trained, self._model, strict=True):
             if mine.requires_grad and not trained:
                 raise ArgumentError(
@@ -211,7 +213,7 @@ class Stepper:
                 )
             part = average[start : start + (parameter.numel() if trained else 0)]
             start += part.numel()
-            if not trained or not mine.requires_grad:  # (frozen during the fit)
+            if not trained or not next(reached) or not mine.requires_grad:  # (frozen during the fit)
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
             part = part.view_as(parameter)

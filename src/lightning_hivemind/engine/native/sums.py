@@ -25,6 +25,7 @@ class BufferSum:
         #: in host memory it is what will be given, and taken from there when it is needed
         self._values = torch.empty(self.elements, device=device) if device.type != "cpu" else None
         self.samples = self.first = self.epoch = 0
+        self._reached = [False] * len(parameters)
         #: whether a batch is being computed that writes where the sum is; whether an average is there
         self.busy = self.lent = False
 
@@ -45,8 +46,10 @@ class BufferSum:
             self.first, self.epoch = samples, epoch
         if self._values is None:
             self._values = self._memory.floats(self._whole)
-        for part, parameter in zip(views(self._values, self._parameters), self._parameters, strict=True):
+        parts = zip(views(self._values, self._parameters), self._parameters, strict=True)
+        for number, (part, parameter) in enumerate(parts):
             gradient = dense(parameter)
+            self._reached[number] = gradient is not None or (self._reached[number] and not first)
             if first:
                 part.copy_(gradient) if gradient is not None else part.zero_()
             elif gradient is not None:
@@ -55,7 +58,7 @@ class BufferSum:
         return 0
 
     def take(self) -> Tensor:
-        """float32 CPU (whole,) that begins with the mean over samples; another sum begins."""
+        """float32 CPU (whole,): the mean over samples, at the end which parameters have one; another sum begins."""
         assert self._values is not None, "nothing was added"
         found, factor = self._values, self.first / self.samples
         if found.device.type == "cpu":
@@ -66,6 +69,7 @@ class BufferSum:
         if factor != 1.0:
             found[: self.elements].mul_(factor)
         self.samples = 0
+        found[self._whole - len(self._reached) :] = torch.tensor(self._reached).float()
         return found
 
     def clear(self) -> None:
@@ -115,6 +119,8 @@ class InPlaceSum:
             part.copy_(gradient) if gradient is not None else part.zero_()
             if factor != 1.0:
                 part.mul_(factor)
+        reached = [parameter.grad is not None for parameter in self._parameters]
+        found[self._whole - len(reached) :] = torch.tensor(reached).float()
         self.clear()
         return found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.codecs.base import ChunkCodec
+from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
 from lightning_hivemind.engine.native.memory import Memory
 
 #: encoded parts begin at multiples of this, so that any dtype can be read where it lies
@@ -68,7 +68,7 @@ def per_chunk(tensors: Sequence[tuple[int, ChunkCodec]], spans: Sequence[slice])
             taken = min(elements, missing)
             if elements > taken:
                 left.append((elements - taken, codec))
-            if runs and runs[-1][1] is codec:
+            if runs and (runs[-1][1] is codec or (isinstance(runs[-1][1], Exact) and isinstance(codec, Exact))):
                 runs[-1] = (runs[-1][0] + taken, codec)
             elif taken:
                 runs.append((taken, codec))
