@@ -14,7 +14,11 @@ from torch import Tensor
 
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.agreement import digest_of
-from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.handover import Handover
+from lightning_hivemind.engine.native.low_rank import LowRank
+from lightning_hivemind.engine.native.pace import Pace
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.optimizers import rebuilder
@@ -198,6 +202,45 @@ def test_what_is_unfrozen_later_is_refused_before_anything_changes(trainee: Trai
     with pytest.raises(ArgumentError, match="requires_grad"):
         trainee.step(averages(1, 9)[0], 1)
     assert same(trainee.parameters, before)
+
+
+@pytest.mark.parametrize("how", ["refused", "lost with an error", "decided without its average"])
+@pytest.mark.parametrize("sums", ["beside", "in place", "low rank"])
+def test_a_round_that_comes_to_nothing_changes_neither_parameters_nor_optimizer(
+    trainee: Trainee, sums: str, how: str
+) -> None:
+    """Nor buffers: whatever the round took, gave back, or had received, a step needs a decision and its average."""
+    trainee.step(torch.cat((averages(1)[0], torch.ones(2))), 1)
+    rank = LowRank([(2, 2), (3,)], [2, 2], rank=1, min_compression_ratio=-9.0) if sums == "low rank" else None
+    if rank is not None:
+        rank.begin(1)
+    stepper, statistics = trainee.stepper, trainee.stepper.statistics
+    gradients = Gradients(
+        "me", stepper.model_parameters, statistics, max_staleness=9, in_place=sums == "in place", low_rank=rank
+    )
+    handover = Handover("me", gradients, Pace(64, longest_s=1.0), reduces=True, gives=True)
+    handover.adopted(head(1))
+    before, state = contents(trainee), copy.deepcopy(stepper.optimizer.state_dict()["state"])
+    trainee.weight.grad, trainee.bias.grad = torch.ones(2, 2), torch.ones(3)
+    gradients.add(8, 1)
+    offer = handover.give().offer
+    assert offer.contribution is not None
+    if how == "refused":
+        handover.returned("a peer has left", begun=True)
+    elif how == "lost with an error":
+        handover.failed("RuntimeError: out of memory")
+    else:
+        commit = Commit(round=bytes(16), parent=head(1), contributions=(offer.contribution,), digest=b"d")
+        handover.committed(commit, None, None)
+    assert handover.next_step(head(1)) is None
+    assert handover.owes == (how != "refused")
+    stepper.settle(wait=True)
+    assert contents(trainee) == before
+    assert str(stepper.optimizer.state_dict()["state"]) == str(state)
+
+
+def contents(trainee: Trainee) -> list[list[float]]:
+    return [one.flatten().tolist() for one in (*trainee.parameters, *hosted(trainee), *trainee.buffers)]
 
 
 # ---------------------------------------------------------------------- on the host

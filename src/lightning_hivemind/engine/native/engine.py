@@ -24,26 +24,13 @@ from lightning_hivemind.engine.native.handover import Handover, Step
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, overlaps
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.reports import Reports
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import DaemonError
-from lightning_hivemind.events import (
-    LEFT_BEHIND,
-    BatchAccumulated,
-    EpochCommitted,
-    EventBus,
-    ParametersDiffered,
-    PeersChanged,
-    PeerStopped,
-    RoundIncomplete,
-    RoundMissed,
-    RoundStarted,
-    StopRequested,
-    SwarmReady,
-    Waiting,
-)
+from lightning_hivemind.events import EventBus, PeerStopped, StopRequested, SwarmReady, Waiting
 from lightning_hivemind.network.daemon import NETWORK_PARTS, PeerNetwork
 
 POLL_S = 0.2
@@ -88,7 +75,8 @@ class NativeEngine:
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None
         self._catching_up: CatchingUp | None = None
-        self._num_peers, self._announced = 1, -1
+        target, staleness = arguments.target_batch_size, arguments.max_staleness
+        self._reports = Reports(events, target_samples=target, max_staleness=staleness)
         self._stop_epoch: int | None = None
 
     # ------------------------------------------------------------------ life
@@ -135,8 +123,8 @@ class NativeEngine:
             parts.driver.adopt(self._head)
         whereabouts.start()
         self._between_batches(wait=False)  # who follows owes a state
-        self._count_peers()
-        self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self._num_peers))
+        self._reports.peers(self.num_peers)
+        self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self.num_peers))
         return StepOutcome(epoch=self.epoch, committed=False)
 
     def flush(self) -> None:
@@ -172,14 +160,17 @@ class NativeEngine:
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         handover = self._running().handover
         handover.end_batch()
-        self._count_peers()
+        self._reports.peers(self.num_peers)
         lost = 0
         if batch_samples:
             lost = self._gradients.add(batch_samples, self.epoch, gradient_scale)
-            self._report_batch(batch_samples - lost)
+            counted = batch_samples - lost
+            self._reports.batch(self.epoch, counted, local=self.local_samples, swarm=self.swarm_samples)
         self._gradients.end_batch()
         self._stepper.settle(wait=False)
         self._note_parameters()
+        assert self._catching_up is not None
+        self._head = self._catching_up.stay(self._head)
         self._agree()
         committed = self._between_batches(wait=not overlaps(self._a), lost=lost)
         return StepOutcome(epoch=self.epoch, committed=committed)
@@ -205,14 +196,13 @@ class NativeEngine:
                 committed = True
             lost += handover.take_lost()
             if lost:
-                old = f"they are older than max_staleness={self._a.max_staleness}"
-                reason = LEFT_BEHIND if handover.owes else old
-                self._events.emit(RoundMissed(epoch=self.epoch, samples_lost=lost, reason=reason))
+                self._reports.lost(self.epoch, lost, left_behind=handover.owes)
                 lost = 0
             if handover.owes and not handover.settle(self._head):
                 self._owe()
                 continue
-            self._tell_failure()
+            if (failure := handover.take_failure()) is not None:
+                self._reports.round_failed(self.epoch, failure)
             with handover.changed:
                 if not wait or self._stopped or handover.ready(self._head):
                     if handover.ready(self._head) and not self._stopped:
@@ -228,7 +218,7 @@ class NativeEngine:
                     break
                 handover.changed.wait(min(POLL_S, waits_s - (now - began)))
             if handover.under_way:
-                self._announce_round(self.local_samples)
+                self._reports.round_started(self.epoch, self.local_samples)
             if now - reported >= REPORT_S:
                 reported = now
                 what = f"the round of epoch {self.epoch}"
@@ -244,7 +234,7 @@ class NativeEngine:
     def _apply(self, step: Step) -> None:
         """Make one global step."""
         commit, head = step.commit, step.commit.head
-        self._announce_round(step.mine)
+        self._reports.round_started(self.epoch, step.mine)
         if not self._a.auxiliary:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
             with self._gradients.lent() if steps_on_sums else contextlib.nullcontext():
@@ -252,15 +242,7 @@ class NativeEngine:
                 self._stepper.step(average, head, step.counted, carried)
             self._note_parameters()
         self._head = head
-        self._events.emit(
-            EpochCommitted(
-                epoch=head.epoch,
-                samples=step.mine,
-                contributors=len(commit.contributions),
-                fraction=1.0,
-                duration_s=time.monotonic() - step.began,
-            )
-        )
+        self._reports.step(step)
 
     def _note_parameters(self) -> None:
         stepper, agreement = self._stepper, self._agreement
@@ -270,13 +252,10 @@ class NativeEngine:
     def _agree(self) -> None:
         """If this peer's parameters are not what the others have: take theirs."""
         assert self._catching_up is not None
-        self._head = self._catching_up.stay(self._head)
         found = self._agreement.difference()
         if found is None:
             return
-        unlike = "they are of another kind of device or torch, and round otherwise"
-        reason = "of the same kind: something else than steps has changed them" if found.like else unlike
-        self._events.emit(ParametersDiffered(epoch=found.epoch, num_peers=len(found.peers), reason=reason))
+        self._reports.differed(found)
         self._running().handover.owe()
         self._head = self._catching_up.run(self._head, found.peers)
 
@@ -299,42 +278,10 @@ class NativeEngine:
         assert self._catching_up is not None
         self._head = self._catching_up.run(self._head)
 
-    def _announce_round(self, samples: int) -> None:
-        if self._announced != self.epoch:
-            self._announced = self.epoch
-            self._events.emit(RoundStarted(epoch=self.epoch, samples=samples))
-
-    def _tell_failure(self) -> None:
-        failure = self._running().handover.take_failure()
-        if failure is not None:
-            self._events.emit(
-                RoundIncomplete(
-                    epoch=self.epoch,
-                    kind="gradients",
-                    reason=failure,
-                    fraction=0.0,
-                    contributors=1,
-                    expected=self._num_peers,
-                    action="nothing was changed; the next attempt has the same gradients",
-                )
-            )
-
-    def _report_batch(self, batch_samples: int) -> None:
-        self._events.emit(
-            BatchAccumulated(
-                epoch=self.epoch,
-                batch_samples=batch_samples,
-                local_samples=self.local_samples,
-                swarm_samples=self.swarm_samples,
-                target_batch_size=self._a.target_batch_size,
-                num_peers=self._num_peers,
-            )
-        )
-
     # ------------------------------------------------------------------ the swarm
 
     def request_stop(self, reason: str) -> None:
-        if self._stop_epoch is None and self._num_peers == 1:
+        if self._stop_epoch is None and self.num_peers == 1:
             self._agree_to_stop(self.epoch, by_this_peer=True)
         else:
             self._running().handover.stop_wanted = True
@@ -347,12 +294,6 @@ class NativeEngine:
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:
         return value if self._records is None else self._records.mean(name, value, samples)
-
-    def _count_peers(self) -> None:
-        count = self.num_peers
-        if count != self._num_peers:
-            self._num_peers = count
-            self._events.emit(PeersChanged(num_peers=count))
 
     # ------------------------------------------------------------------ what one may ask
 

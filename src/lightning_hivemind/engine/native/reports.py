@@ -1,0 +1,93 @@
+"""What the user hears of this peer's steps: events, each told once."""
+
+from __future__ import annotations
+
+import time
+
+from lightning_hivemind.engine.native.agreement import Difference
+from lightning_hivemind.engine.native.handover import Step
+from lightning_hivemind.events import (
+    LEFT_BEHIND,
+    BatchAccumulated,
+    EpochCommitted,
+    EventBus,
+    ParametersDiffered,
+    PeersChanged,
+    RoundIncomplete,
+    RoundMissed,
+    RoundStarted,
+)
+
+
+class Reports:
+    """See the module. Used by the training thread.
+
+    Args:
+        target_samples: of a step.
+        max_staleness: the user's argument.
+    """
+
+    def __init__(self, events: EventBus, *, target_samples: int, max_staleness: int) -> None:
+        self._events, self._target_samples, self._max_staleness = events, target_samples, max_staleness
+        self._num_peers, self._announced = 1, -1
+
+    def peers(self, count: int) -> None:
+        """So many are in the run."""
+        if count != self._num_peers:
+            self._num_peers = count
+            self._events.emit(PeersChanged(num_peers=count))
+
+    def batch(self, epoch: int, samples: int, *, local: int, swarm: int) -> None:
+        """A batch was added; ``local`` and ``swarm`` are the samples towards the next step with it."""
+        self._events.emit(
+            BatchAccumulated(
+                epoch=epoch,
+                batch_samples=samples,
+                local_samples=local,
+                swarm_samples=swarm,
+                target_batch_size=self._target_samples,
+                num_peers=self._num_peers,
+            )
+        )
+
+    def round_started(self, epoch: int, samples: int) -> None:
+        """Of the step from ``epoch``, with so many samples of this peer."""
+        if self._announced != epoch:
+            self._announced = epoch
+            self._events.emit(RoundStarted(epoch=epoch, samples=samples))
+
+    def round_failed(self, epoch: int, reason: str) -> None:
+        self._events.emit(
+            RoundIncomplete(
+                epoch=epoch,
+                kind="gradients",
+                reason=reason,
+                fraction=0.0,
+                contributors=1,
+                expected=self._num_peers,
+                action="nothing was changed; the next attempt has the same gradients",
+            )
+        )
+
+    def step(self, step: Step) -> None:
+        """It was made."""
+        self._events.emit(
+            EpochCommitted(
+                epoch=step.commit.head.epoch,
+                samples=step.mine,
+                contributors=len(step.commit.contributions),
+                fraction=1.0,
+                duration_s=time.monotonic() - step.began,
+            )
+        )
+
+    def lost(self, epoch: int, samples: int, *, left_behind: bool) -> None:
+        """Samples of this peer are in no step, and will be in none."""
+        old = f"they are older than max_staleness={self._max_staleness}"
+        reason = LEFT_BEHIND if left_behind else old
+        self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
+
+    def differed(self, found: Difference) -> None:
+        unlike = "they are of another kind of device or torch, and round otherwise"
+        reason = "of the same kind: something else than steps has changed them" if found.like else unlike
+        self._events.emit(ParametersDiffered(epoch=found.epoch, num_peers=len(found.peers), reason=reason))
