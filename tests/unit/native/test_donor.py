@@ -46,7 +46,8 @@ class Giver:
     def __init__(self, *states: Snapshot | None) -> None:
         self.states, self.sent = list(states), list[tuple[str, Header, bytes]]()
         self.known: list[Snapshot | None] = []
-        self.donor = Donor(self._send, self._copy)
+        self.forgotten = list[bytes]()
+        self.donor = Donor(self._send, self._copy, self.forgotten.append)
 
     def _send(self, peer: str, header: Header, payload: Payload) -> None:
         self.sent.append((peer, header, b"".join(payload)))
@@ -264,6 +265,23 @@ def test_who_has_done_makes_room_at_once(give: Give, monkeypatch: pytest.MonkeyP
     assert giver.answers(3)[2][1:] == (SECOND, 0, snapshot(3).description)
     giver.donor.asked("second", FIRST, WantsRange(snapshot(2).digest, 0))
     assert giver.answers(4)[3] == ("second", FIRST, 1, bytes(snapshot(2).memory.numpy()))
+
+
+@pytest.mark.parametrize("how", ["done", "asks anew", "gone"])
+def test_what_waits_to_be_sent_of_a_download_that_has_ended_is_forgotten(give: Give, how: str) -> None:
+    """Else, on a slow line, it delays the next one until that is given up, too, and keeps the copy in memory."""
+    giver = give(snapshot(1))
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(1)
+    giver.donor.asked("joiner", FIRST, WantsRange(snapshot(1).key, 0))
+    assert not giver.forgotten
+    if how == "done":
+        giver.donor.asked("joiner", FIRST, Done())
+    elif how == "gone":
+        giver.donor.lost("joiner")
+    else:
+        giver.donor.asked("joiner", SECOND, WantsDescription())
+    assert giver.forgotten == [FIRST]
 
 
 # ---------------------------------------------------------------------- over sockets

@@ -15,6 +15,7 @@ from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of, shares
 from lightning_hivemind.engine.native.statistics import Statistics
 
 ROOT = Head.root("run", "founder")
@@ -293,6 +294,19 @@ def test_what_is_given_says_what_this_peer_can_and_wants() -> None:
     assert (given.offer.reduces, given.offer.stop) == (False, True)
     assert given.values is not None
     assert given.values.tolist() == [1.0, 1.0, 1.0, 1.0], "the gradient, and that there is one"
+
+
+def test_who_fetches_a_state_reduces_only_where_nobody_else_can(desk: Desk) -> None:
+    """Its line and its processor have enough to do."""
+    assert desk.handover.give().offer.bandwidth == 1.0
+    desk.handover.returned("nobody came", begun=False)
+    desk.handover.owe()
+    offer = desk.handover.give().offer
+    assert offer.reduces
+    offers = {"me": offer, "a": Offer(contribution=None), "b": Offer(contribution=None)}
+    assert shares(reducers_of(offers), 3)["me"] == 0.0
+    clients = {"me": offer, "a": Offer(contribution=None, reduces=False), "b": Offer(contribution=None, reduces=False)}
+    assert shares(reducers_of(clients), 3)["me"] > 0.0
 
 
 def test_who_does_not_train_gives_nothing() -> None:

@@ -7,16 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_hivemind.engine.native import inbox as inbox_module
-from lightning_hivemind.engine.native.inbox import Inbox
+from lightning_hivemind.engine.native.inbox import EVENT_BYTES, Inbox
 from swarm.town import wait_for
 
-LIMIT = 1000
-
-
-@pytest.fixture(autouse=True)
-def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox_module, "WAITING_BYTES", LIMIT)
+LIMIT = 3 * EVENT_BYTES
 
 
 def note(said: list[object], what: object) -> Callable[[float], None]:
@@ -31,7 +25,7 @@ def see_to(inbox: Inbox, count: int) -> None:
 
 
 def test_events_come_in_order_and_an_empty_one_says_so() -> None:
-    inbox, said = Inbox(), list[object]()
+    inbox, said = Inbox(LIMIT), list[object]()
     for number in range(3):
         inbox.put(note(said, number))
         inbox.put_from("a", 10, note(said, f"a{number}"))
@@ -40,21 +34,22 @@ def test_events_come_in_order_and_an_empty_one_says_so() -> None:
     assert inbox.take(0.01) is None
 
 
-def test_who_floods_waits_and_nobody_else() -> None:
-    inbox, said, sent = Inbox(), list[object](), list[int]()
+@pytest.mark.parametrize("size", [1, EVENT_BYTES])
+def test_who_floods_waits_and_nobody_else(size: int) -> None:
+    inbox, said, sent = Inbox(LIMIT), list[object](), list[int]()
 
     def flood() -> None:
         for number in range(50):
-            inbox.put_from("a", 300, note(said, number))
+            inbox.put_from("a", size, note(said, number))
             sent.append(number)
 
     thread = threading.Thread(target=flood, daemon=True)
     thread.start()
-    wait_for(lambda: len(sent) == LIMIT // 300, "as much as there is room for")
-    inbox.put_from("b", 300, note(said, "b"))
+    wait_for(lambda: len(sent) == 3, "as much as there is room for")
+    inbox.put_from("b", 3 * size, note(said, "b"))
     inbox.put(note(said, "own"))
     thread.join(0.2)
-    assert len(sent) == LIMIT // 300, "more than there is room for waits"
+    assert len(sent) == 3, "more than there is room for waits"
     see_to(inbox, 52)
     thread.join(10.0)
     assert said[:5] == [0, 1, 2, "b", "own"]
@@ -62,14 +57,14 @@ def test_who_floods_waits_and_nobody_else() -> None:
 
 
 def test_what_is_larger_than_the_room_waits_alone() -> None:
-    inbox, said = Inbox(), list[object]()
+    inbox, said = Inbox(LIMIT), list[object]()
     inbox.put_from("a", 10 * LIMIT, note(said, "large"))
     see_to(inbox, 1)
     assert said == ["large"]
 
 
 def test_when_nobody_takes_any_more_nobody_waits() -> None:
-    inbox = Inbox()
+    inbox = Inbox(LIMIT)
     inbox.put_from("a", LIMIT, lambda now: None)
     thread = threading.Thread(target=inbox.put_from, args=("a", 1, lambda now: None), daemon=True)
     thread.start()

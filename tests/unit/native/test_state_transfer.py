@@ -80,7 +80,8 @@ def test_a_state_that_is_here_is_not_sent_again(office: Office) -> None:
     assert torch.equal(found[1], source.memory)
 
 
-def test_where_one_is_quick_enough_nobody_else_is_asked(office: Office) -> None:
+def test_where_one_is_quick_enough_nobody_else_is_asked(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "STAGGER_S", 60.0)
     for name in "abc":
         office.add(name, snapshot(1))
     assert office.fetch() is not None
@@ -112,7 +113,10 @@ def test_one_after_the_other(office: Office) -> None:
         assert torch.equal(found[1], snapshot(seed).memory)
 
 
-def test_a_state_that_is_not_enough_is_not_taken_where_another_is(office: Office) -> None:
+def test_a_state_that_is_not_enough_is_not_taken_where_another_is(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "PATIENCE_S", 10.0)
     office.add("a", snapshot(1, samples=100))
     office.add("b", snapshot(1, samples=100))
     office.add("c", snapshot(2, samples=101))
@@ -122,7 +126,8 @@ def test_a_state_that_is_not_enough_is_not_taken_where_another_is(office: Office
     assert set(office.ranges_of()) == {"c"}
 
 
-def test_where_none_is_enough_the_one_of_most_samples_is_taken(office: Office) -> None:
+def test_where_none_is_enough_the_one_of_most_samples_is_taken(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "PATIENCE_S", 10.0)
     for name, samples in zip("abc", (100, 102, 101), strict=True):
         office.add(name, snapshot(samples, samples=samples))
     found = office.fetch(enough=lambda head: head.samples > 200)
@@ -141,9 +146,8 @@ def test_a_state_from_which_the_swarm_has_gone_on_is_not_fetched_to_the_end(offi
             served.append(question.number)
             if len(served) == WINDOW:
                 now[0] = snapshot(2, samples=200)
-        honest("a", now[0] if isinstance(question, WantsDescription) else found_in[question.digest])(
-            office, download, question
-        )
+        source = now[0] if isinstance(question, WantsDescription) else found_in[question.digest]
+        honest("a", source, instead=slowly)(office, download, question)
 
     found_in = {one.digest: one for one in (snapshot(1, samples=100), snapshot(2, samples=200))}
     office.add_rogue("a", goes_on)
@@ -151,6 +155,25 @@ def test_a_state_from_which_the_swarm_has_gone_on_is_not_fetched_to_the_end(offi
     assert found is not None
     assert torch.equal(found[1], snapshot(2).memory)
     assert WINDOW <= len(served) - RANGES < RANGES
+
+
+def test_one_that_is_enough_and_comes_late_is_taken_instead_of_one_that_is_not(office: Office) -> None:
+    """To copy a large state takes longer than others are waited for."""
+    go_on = threading.Event()
+
+    def late(known: Snapshot | None) -> Snapshot:
+        assert go_on.wait(10)
+        return snapshot(2, samples=101)
+
+    def first(number: int) -> None:
+        go_on.set()
+        time.sleep(0.05)
+
+    office.add_rogue("a", honest("a", snapshot(1, samples=100), instead=first))
+    office.add("b", late)
+    found = office.fetch(enough=lambda head: head.samples > 100)
+    assert found is not None
+    assert torch.equal(found[1], snapshot(2).memory)
 
 
 def test_what_is_a_donor_s_own_comes_from_it_alone(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +233,8 @@ def test_a_copy_that_fails_otherwise_is_none_and_the_next_one_is_given(office: O
         return snapshot(1)
 
     office.add("a", fails_once)
-    assert office.fetch(timeout_s=1.0) is None
-    assert office.fetch(timeout_s=1.0) is not None
+    assert office.fetch() is None
+    assert office.fetch() is not None
 
 
 def test_a_state_that_does_not_fit_is_passed_over(office: Office) -> None:
@@ -224,8 +247,10 @@ def test_a_state_that_does_not_fit_is_passed_over(office: Office) -> None:
 
 def test_only_states_that_do_not_fit(office: Office) -> None:
     office.add("a", snapshot(1, elements=7))
+    start = time.monotonic()
     with pytest.raises(StateError, match="must train the same model"):
-        office.fetch()
+        office.fetch(timeout_s=60.0)
+    assert time.monotonic() - start < 30.0
 
 
 def test_bytes_that_are_not_those_of_the_description(office: Office) -> None:
@@ -244,7 +269,8 @@ def test_an_answer_of_another_length_is_refused_and_the_range_comes_from_another
     found = office.fetch()
     assert found is not None
     assert torch.equal(found[1], snapshot(1).memory)
-    assert office.refused == [f"{RANGE_BYTES + 1} bytes of a state, {RANGE_BYTES} were asked for"] * WINDOW
+    sizes = [STATE_BYTES % RANGE_BYTES, *[RANGE_BYTES] * (WINDOW - 1)]  # the last range is asked for first
+    assert office.refused == [f"{RANGE_BYTES + 1} bytes of a state, {size} were asked for" for size in sizes]
 
 
 def test_ranges_that_nobody_asked_for_pass_by(office: Office) -> None:
@@ -462,6 +488,21 @@ def test_a_helper_passes_on_the_state_of_a_peer_that_it_has_still_to_hear_of(off
     assert (copy.head, copy.digest, bytes(copy.description)) == (source.head, source.digest, bytes(source.description))
     assert torch.equal(copy.memory, source.memory)
     assert relay.copy(copy) is copy
+    assert office.ranges_of() == {"a": RANGES}
+
+
+def test_a_helper_passes_on_a_state_though_the_swarm_makes_steps_meanwhile(office: Office) -> None:
+    """Whoever asked takes part in them, and needs the state from which they lead on."""
+    source, epochs = snapshot(1), iter(range(1, 1000))
+    office.add_rogue("a", honest("a", source, instead=slowly))
+
+    def goes_on() -> Head:
+        return replace(source.head, epoch=next(epochs))
+
+    relay = Relay(office.downloads, lambda: ["a"], goes_on, read, lambda: False)
+    copy = relay.copy(None)
+    assert copy is not None
+    assert torch.equal(copy.memory, source.memory)
     assert office.ranges_of() == {"a": RANGES}
 
 

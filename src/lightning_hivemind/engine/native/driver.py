@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
-from lightning_hivemind.engine.native.inbox import Inbox
+from lightning_hivemind.engine.native.inbox import WAITING_BYTES, Inbox
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.actions import (
@@ -66,9 +66,11 @@ class Driver:
     ) -> None:
         self._peer, self._training, self._layout, self._codecs = peer, training, layout, codecs
         self._memory = memory or Memory()
-        self._events = Inbox()
+        self._events = Inbox(max(WAITING_BYTES, 8 * layout.elements))  # two vectors
         self._exchanges: dict[bytes, Exchange] = {}
         self._given: bytes | None = None
+        #: of the round that this peer is in
+        self._members: frozenset[PeerId] = frozenset()
         self._greeted: set[PeerId] = set()
         #: a round that has called, and until when this peer may finish its batch first
         self._called: tuple[bytes, float] | None = None
@@ -158,7 +160,7 @@ class Driver:
     def moved(self, peer: PeerId, header: Header) -> None:
         if header.kind in (Kind.INPUT, Kind.RESULT):
             self._peer.heard(header.round, peer, time.monotonic())
-        elif header.kind is Kind.STATE and self._downloads is not None:
+        if self._downloads is not None:
             self._downloads.moved(peer, header)
 
     def arrived(self, peer: PeerId, header: Header, payload: memoryview | None) -> None:
@@ -213,7 +215,7 @@ class Driver:
                 self._see_to(event)
             except Exception as error:
                 log.exception("an event of the rounds' thread failed: leaving the round, and taking a state")
-                self._given = self._called = None
+                self._leave()
                 self._training.failed(f"{type(error).__name__}: {error}")
 
     def _see_to(self, event: Callable[[float], None]) -> None:
@@ -228,6 +230,7 @@ class Driver:
             living=peer.living,
             clients=peer.clients,
             cut=peer.cut,
+            members=self._members,
         )
 
     def _tell(self, event: Callable[[float], None]) -> None:
@@ -261,6 +264,10 @@ class Driver:
         self._peer.adopt(head, commits, now)
         self._count(now)
 
+    def _leave(self) -> None:
+        """This peer is in no round."""
+        self._given, self._called, self._members = None, None, frozenset()
+
     def _carry_out(self) -> None:
         while actions := self._peer.take():
             for action in actions:
@@ -286,6 +293,7 @@ class Driver:
             case Begun(plan=plan):
                 if (exchange := self._exchanges.get(plan.round)) is not None:
                     exchange.begin(plan)
+                    self._members = frozenset(plan.members)
             case SendInput():
                 self._send_input(action)
             case Reduce():
@@ -294,7 +302,7 @@ class Driver:
                 self._send_result(action)
             case Apply(commit=commit, complete=complete):
                 exchange = self._end_exchange(commit.round)
-                self._given = self._called = None
+                self._leave()
                 average = exchange.result if complete and exchange is not None else None
                 left_out = exchange.left_out(commit, complete=complete) if exchange is not None else None
                 self._training.committed(commit, average, left_out)
@@ -302,7 +310,7 @@ class Driver:
             case GiveUp(round=round_id, reason=reason):
                 exchange = self._end_exchange(round_id)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
-                    self._given = self._called = None
+                    self._leave()
                     self._training.returned(reason, begun=exchange is not None and exchange.begun)
             case CatchUp(head=head, commits=commits):
                 self._follow(head, commits, self._now())
@@ -315,7 +323,8 @@ class Driver:
             self._exchanges.pop(next(iter(self._exchanges)))
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
         self._given = round_id
-        self._peer.join(round_id, replace(given.offer, bandwidth=self._out.upload_rate), self._now())
+        offer = replace(given.offer, bandwidth=given.offer.bandwidth * self._out.upload_rate)
+        self._peer.join(round_id, offer, self._now())
         if given.values is None:
             self._count(self._now())  # it may have less than it said
 

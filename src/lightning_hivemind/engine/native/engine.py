@@ -25,6 +25,7 @@ from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, overlaps
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.reports import Reports
+from lightning_hivemind.engine.native.state.moment import await_step
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
@@ -266,8 +267,10 @@ class NativeEngine:
             return None
         if self._a.auxiliary:
             return catching_up.pass_on(known)
-        has_one = not parts.handover.owes and parts.driver.status.head is not None
-        return self._stepper.copy_state(known) if has_one else None
+        made, running = lambda: self._stepper.head, lambda: self._parts is parts
+        if parts.driver.status.head is None or not await_step(parts.donor, parts.driver, parts.handover, made, running):
+            return None
+        return self._stepper.copy_state(known)
 
     def _owe(self) -> None:
         """The parameters here are not the swarm's: fetch its state, and go on from there."""

@@ -256,6 +256,7 @@ class Gradients:
             self._head_epoch = epoch
             lost, self._given, self._back, self._left_out = self._samples, None, None, None
             self._sum.clear()
+            self._ever.zero_()
             return lost
 
     # ------------------------------------------------------------------ private

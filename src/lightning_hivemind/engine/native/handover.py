@@ -23,6 +23,8 @@ from lightning_hivemind.engine.native.spill import on_disk
 #: memory for averages that wait for the training thread; more of them wait on disk
 WAITING_BYTES = 1 << 30
 MOST_WAITING = 64
+#: of its line, that a peer offers for reducing while it fetches a state: it reduces where nobody else can
+WHILE_FETCHING = 1e-6
 #: a peer that is further behind takes a whole state
 MOST_ON_DISK = 1000
 
@@ -96,9 +98,9 @@ class Handover:
             self._join(self._began)
         found = self._gradients.give() if self._gives and not self.owes else None
         contribution, values = found if found is not None else (None, None)
-        return Given(
-            offer=Offer(contribution=contribution, reduces=self._reduces, stop=self.stop_wanted), values=values
-        )
+        spare = WHILE_FETCHING if self.owes else 1.0
+        offer = Offer(contribution=contribution, reduces=self._reduces, bandwidth=spare, stop=self.stop_wanted)
+        return Given(offer=offer, values=values)
 
     def returned(self, reason: str, *, begun: bool) -> None:
         self._gradients.returned()
@@ -195,6 +197,11 @@ class Handover:
         with self.changed:
             newer = self._head is None or head == self._head or head.outweighs(self._head)
             return newer or any(step.commit.parent == head for step in self._steps)
+
+    def is_at(self, head: Head) -> bool:
+        """Whether no step is decided beyond ``head``."""
+        with self.changed:
+            return head == self._head
 
     def owe(self) -> None:
         """The parameters here are not the swarm's."""

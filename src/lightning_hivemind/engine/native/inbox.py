@@ -8,16 +8,22 @@ from collections.abc import Callable
 
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
 
-#: of what one peer has sent, that may wait; a larger piece waits alone
+#: of what one peer has sent, that may wait at least; a larger piece waits alone
 WAITING_BYTES = 64 << 20
+#: what an event counts at least: so many short messages would take a while, too
+EVENT_BYTES = 16 << 10
 
 Event = Callable[[float], None]
 
 
 class Inbox:
-    """One thread takes, any thread gives."""
+    """One thread takes, any thread gives. ``limit``: of bytes that wait of one peer.
 
-    def __init__(self) -> None:
+    More than a peer sends of its own accord: it takes a connection that is not read for dead after two seconds.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._changed = threading.Condition()
         self._events: deque[tuple[Event, PeerId | None, int]] = deque()
         self._waiting: Counter[PeerId] = Counter()
@@ -31,9 +37,10 @@ class Inbox:
 
     def put_from(self, peer: PeerId, size: int, event: Event) -> None:
         """``size`` bytes that ``peer`` has sent; in the thread that reads its connection, which may have to wait."""
+        size = max(size, EVENT_BYTES)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or not self._waiting[peer] or self._waiting[peer] + size <= WAITING_BYTES
+                lambda: self._closed or not self._waiting[peer] or self._waiting[peer] + size <= self._limit
             )
             self._waiting[peer] += size
             self._events.append((event, peer, size))

@@ -137,7 +137,8 @@ def build(
     fingerprint = b"" if certificate is None else certificate.fingerprint
     asks = Introductions(network.dht, run, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S)
     introductions.append(asks)
-    donor, downloads = Donor(links.send, copy_state), Downloads(links.send, arguments.next_chunk_timeout)
+    donor = Donor(links.send, copy_state, links.forget)
+    downloads = Downloads(links.send, arguments.next_chunk_timeout)
     driver.start(links, donor, downloads)
     try:
         asks.start()

@@ -64,6 +64,7 @@ class Status:
         living: the other peers that can be reached, as far as is known.
         clients: those of them that accept no connections.
         cut: more peers, that live and cannot be reached.
+        members: of the round that this peer is in, once that is planned.
     """
 
     head: Head | None = None
@@ -72,3 +73,4 @@ class Status:
     living: tuple[PeerId, ...] = ()
     clients: frozenset[PeerId] = frozenset()
     cut: tuple[PeerId, ...] = ()
+    members: frozenset[PeerId] = frozenset()

@@ -40,10 +40,16 @@ class Donor:
     Args:
         copy: of the state as it is now, given the copy that is there (and may still be right); None if this peer's
             state is not worth giving. Raises StateError.
+        forget: what still waits to be sent of a download that has ended.
     """
 
-    def __init__(self, send: SendFrame, copy: Callable[[Snapshot | None], Snapshot | None]) -> None:
-        self._send, self._make_copy = send, copy
+    def __init__(
+        self,
+        send: SendFrame,
+        copy: Callable[[Snapshot | None], Snapshot | None],
+        forget: Callable[[bytes], None] = lambda download: None,
+    ) -> None:
+        self._send, self._make_copy, self._forget_frames = send, copy, forget
         self._changed = threading.Condition()
         self._waiting: dict[PeerId, bytes] = {}
         #: copies and when they were asked for last, oldest first; one before the newest may still be on its way
@@ -62,6 +68,12 @@ class Donor:
             self._stopped = True
             self._copies.clear()
             self._changed.notify()
+
+    @property
+    def askers(self) -> frozenset[PeerId]:
+        """For whom a copy is being made."""
+        with self._changed:
+            return frozenset(self._copying)
 
     # ------------------------------------------------------------------ the connections' threads
 
@@ -98,7 +110,7 @@ class Donor:
             if download in (None, asked.get(peer)):
                 asked.pop(peer, None)
         if peer in self._readers and download in (None, self._readers[peer][1]):
-            del self._readers[peer]
+            self._forget_frames(self._readers.pop(peer)[1])
         self._changed.notify()
 
     # ------------------------------------------------------------------ the donor's thread
@@ -135,9 +147,9 @@ class Donor:
                 self._answer(peer, download, 0, copy.description if copy is not None else b"")
 
     def _keep(self, copy: Snapshot, waiting: Mapping[PeerId, bytes], now: float) -> None:
-        self._readers.update({peer: (copy.digest, download, now) for peer, download in waiting.items()})
-        self._copies.pop(copy.digest, None)
-        self._copies[copy.digest] = (copy, now)
+        self._readers.update({peer: (copy.key, download, now) for peer, download in waiting.items()})
+        self._copies.pop(copy.key, None)
+        self._copies[copy.key] = (copy, now)
         if len(self._copies) > MOST_COPIES:
             in_use = self._in_use(now)  # or all of them are, since somebody has begun to ask again
             oldest = next(iter(self._copies))

@@ -1,7 +1,7 @@
 """The taking side: asks donors for a description, then fetches each range from whoever has the very same one.
 
 One donor is asked first, since to copy its state costs it time; while that is not enough, others follow. The training
-thread runs it and waits; frames come in the connections' threads, which check each range as it comes.
+thread runs it, and checks each range as it comes; frames come in the connections' threads, which ask for the next ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import memory_of
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import SendFrame
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
-from lightning_hivemind.engine.native.state.ranges import digest_of
+from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES, digest_of
 from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Description
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError, WireError
@@ -35,7 +36,7 @@ log = logging.getLogger("lightning_hivemind")
 WINDOW = 3
 POLL_S = 0.1
 #: another donor is asked when those before have not sent everything after so long
-STAGGER_S = 0.3
+STAGGER_S = 1.0
 #: that a copy of a state and its digest may take, or a helper to fetch it
 DESCRIPTION_S = 300.0
 #: once there is a description that is not enough, how much longer the other donors' are waited for
@@ -64,11 +65,13 @@ class _Attempt:
     problem: StateError | None = None
     #: that is being fetched
     chosen: Description | None = None
+    is_enough: bool = False
     memory: Tensor | None = None
     missing: list[int] = field(default_factory=list)
     #: which ranges each may write now
     expected: dict[PeerId, set[int]] = field(default_factory=dict)
-    #: how many have not come
+    #: those that have come, and from whom; how many were not found to be right yet
+    unchecked: list[tuple[PeerId, int, memoryview]] = field(default_factory=list)
     left: int = 0
     moved_at: dict[PeerId, float] = field(default_factory=dict)
     #: something has come, or somebody has gone, since the training thread looked
@@ -89,6 +92,7 @@ class Downloads:
         self._send, self._silence_s = send, silence_s
         self._changed = threading.Condition()
         self._attempt: _Attempt | None = None
+        self._memory = Memory(kept_bytes=4 * WINDOW * RANGE_BYTES)
 
     # ------------------------------------------------------------------ the training thread
 
@@ -149,10 +153,13 @@ class Downloads:
             now = time.monotonic()
             self._ask_around(attempt, now, hurries=since is not None)
             self._read(attempt, read)
-            best = max(attempt.offers.values(), key=lambda one: one.head.samples, default=None)
+            with self._changed:
+                offers = list(attempt.offers.values())
+            best = max(offers, key=lambda one: one.head.samples, default=None)
             if should_abort():
                 return None
             if best is not None and enough(best.head):
+                attempt.is_enough = True
                 return best
             if best is not None and since is None:
                 since = now
@@ -179,16 +186,22 @@ class Downloads:
         Raises:
             StateError: they do not come.
         """
-        was_enough, stuck = enough(chosen.head), math.inf
+        stuck = math.inf
         with self._changed:
             attempt.chosen, attempt.memory = chosen, torch.zeros(chosen.size, dtype=torch.uint8)
-            attempt.missing = list(range(len(chosen.ranges)))
+            # from the end, where those lie that only this donor has
+            attempt.missing = list(reversed(range(len(chosen.ranges))))
             attempt.left = len(attempt.missing)
-        while attempt.left:
+        while True:
             now = time.monotonic()
             self._read(attempt, read)
-            if was_enough and not enough(chosen.head):
-                return False
+            self._check(attempt, chosen)
+            with self._changed:
+                heads = [chosen.head] if attempt.is_enough else [one.head for one in attempt.offers.values()]
+            if any(map(enough, heads)) != attempt.is_enough:
+                return False  # the swarm has gone on from it, or somebody has one from which it has not
+            if not attempt.left:
+                return True
             comes = self._ask_for_ranges(attempt, chosen, now)
             stuck = math.inf if comes else min(stuck, now)  # who had what is missing has gone, but others may have it
             hopeless = now - stuck > self._silence_s or not (comes or attempt.spare or attempt.asked)
@@ -198,7 +211,6 @@ class Downloads:
             if attempt.missing:
                 self._ask_around(attempt, now, hurries=not comes)
             self._wait(attempt, POLL_S)
-        return True
 
     def _ask_around(self, attempt: _Attempt, now: float, *, hurries: bool = False) -> None:
         """Ask for descriptions: those that were not asked, one after another, and those that do not answer, again."""
@@ -222,8 +234,10 @@ class Downloads:
             try:
                 offer = read(data)
             except StateError as error:
-                attempt.problem = error
                 log.warning("peer %s: %s", donor, error)
+                with self._changed:
+                    attempt.problem = error
+                    attempt.asked.pop(donor, None)
                 self._ask(donor, attempt, Done())
                 continue
             with self._changed:
@@ -234,6 +248,8 @@ class Downloads:
         """Ask whoever has them; False if ranges are missing and nobody has any of them."""
         asks: list[tuple[PeerId, Question]] = []
         with self._changed:
+            if self._attempt is not attempt:
+                return False
             for donor in [one for one, expected in attempt.expected.items() if expected]:
                 if now - attempt.moved_at[donor] > self._silence_s:
                     attempt.drop(donor)
@@ -249,11 +265,27 @@ class Downloads:
                 for number in list(itertools.islice(has, WINDOW - len(expected))):
                     expected.add(number)
                     attempt.missing.remove(number)
-                    asks.append((donor, WantsRange(offer.digest, number)))
-            comes = not attempt.missing or any(attempt.expected.values())
-        for donor, question in asks:
-            self._ask(donor, attempt, question)
-        return comes
+                    asks.append((donor, WantsRange(offer.key, number)))
+            for donor, question in asks:
+                self._ask(donor, attempt, question)
+            return not attempt.missing or any(attempt.expected.values()) or bool(attempt.unchecked)
+
+    def _check(self, attempt: _Attempt, chosen: Description) -> None:
+        """The ranges that have come."""
+        with self._changed:
+            arrived, attempt.unchecked = attempt.unchecked, []
+            memory = attempt.memory
+        assert memory is not None
+        for peer, number, data in arrived:
+            if digest_of(data) == chosen.ranges[number]:
+                memory[chosen.spans[number]] = torch.frombuffer(data, dtype=torch.uint8)
+                attempt.left -= 1
+                continue
+            log.warning("peer %s sent a part of a state that is not what it described: others are asked for it", peer)
+            with self._changed:
+                attempt.problem = StateError("the state that peers sent is not the one that they described.")
+                attempt.missing.append(number)
+                attempt.drop(peer)
 
     def _wait(self, attempt: _Attempt, timeout_s: float) -> None:
         with self._changed:
@@ -291,47 +323,39 @@ class Downloads:
                     raise WireError(f"a description of {header.length} bytes; at most {MAX_DESCRIPTION_BYTES} are read")
                 return memoryview(bytearray(header.length))
             number = header.chunk - 1
-            if attempt.chosen is None or attempt.memory is None or number not in attempt.expected.get(peer, ()):
+            if attempt.chosen is None or number not in attempt.expected.get(peer, ()):
                 return None
             place = attempt.chosen.spans[number]
             if header.length != place.stop - place.start:
                 raise WireError(f"{header.length} bytes of a state, {place.stop - place.start} were asked for")
-            return memory_of(attempt.memory[place])
+            # not in its place: a donor that was given up may still be writing when another one has sent the range
+            return memory_of(self._memory.bytes(header.length))
 
     def moved(self, peer: PeerId, header: Header) -> None:
-        """Some of it has arrived."""
+        """Something is arriving, be it a chunk of a round: its line is busy, and it is not silent."""
         attempt = self._attempt
-        if attempt is not None and header.round == attempt.number:
+        if attempt is not None:
             attempt.moved_at[peer] = time.monotonic()
 
     def arrived(self, peer: PeerId, header: Header, payload: memoryview) -> None:
         """All of it is where :meth:`room` said."""
-        digest = digest_of(payload) if header.chunk else b""
         with self._changed:
             attempt = self._attempt
             if attempt is None or header.round != attempt.number:
                 return
             if header.chunk:
-                self._keep(attempt, peer, header.chunk - 1, digest)
+                number, expected = header.chunk - 1, attempt.expected.get(peer, set())
+                if number in expected:  # else it has been asked of another one meanwhile
+                    expected.remove(number)
+                    attempt.unchecked.append((peer, number, payload))
             elif not len(payload):
                 attempt.drop(peer)
             elif peer in attempt.asked:
                 attempt.described[peer] = payload
-            attempt.news = True
+            attempt.news, chosen = True, attempt.chosen
             self._changed.notify_all()
-
-    @staticmethod
-    def _keep(attempt: _Attempt, peer: PeerId, number: int, digest: bytes) -> None:
-        if number not in attempt.expected.get(peer, ()):
-            return  # it has been asked of another one meanwhile
-        assert attempt.chosen is not None
-        if digest != attempt.chosen.ranges[number]:
-            log.warning("peer %s sent a part of a state that is not what it described: it is not asked any more", peer)
-            attempt.problem = StateError("the state that peers sent is not the one that they described.")
-            attempt.drop(peer)
-            return
-        attempt.expected[peer].discard(number)
-        attempt.left -= 1
+        if chosen is not None:
+            self._ask_for_ranges(attempt, chosen, time.monotonic())  # its line must not idle until somebody has looked
 
     def lost(self, peer: PeerId) -> None:
         with self._changed:

@@ -40,4 +40,9 @@ def digests(memory: Tensor, places: Iterable[slice]) -> tuple[bytes, ...]:
 
 def digest_of_shared(ranges: Sequence[bytes], places: Sequence[slice], shared: int) -> bytes:
     """Of what all peers have, given the digests of all ranges."""
-    return blake3(b"".join(one for one, place in zip(ranges, places, strict=True) if place.stop <= shared)).digest()
+    return digest_of_all([one for one, place in zip(ranges, places, strict=True) if place.stop <= shared])
+
+
+def digest_of_all(ranges: Iterable[bytes]) -> bytes:
+    """Of these, given their digests."""
+    return blake3(b"".join(ranges)).digest()

@@ -50,20 +50,21 @@ class Relay:
             time.sleep(LOOK_S)
 
     def _fetch(self) -> Snapshot | None:
-        trainers = self._trainers()
-        described: dict[bytes, bytes] = {}
+        trainers, wanted = self._trainers(), self._head()
+        if not trainers:
+            return None
+        described: dict[tuple[Head, bytes], bytes] = {}
 
         def read(data: memoryview) -> Description:
             description = self._read(data)
-            described[description.digest] = bytes(data)
+            described[description.head, description.key] = bytes(data)
             return description
 
-        if not trainers:
-            return None
-        found = self._downloads.fetch(
-            trainers, read, TIMEOUT_S, self._should_abort, enough=lambda head: head == self._head()
-        )
+        # whoever asks has the averages that lead on from there: where the swarm goes meanwhile does not matter
+        fetch = self._downloads.fetch
+        found = fetch(trainers, read, TIMEOUT_S, self._should_abort, enough=lambda head: head == wanted)
         if found is None:
             return None
         description, memory = found
-        return Snapshot(description.head, described[description.digest], memory, description.spans, description.digest)
+        head, key = description.head, description.key
+        return Snapshot(head, described[head, key], memory, description.spans, description.digest, key)

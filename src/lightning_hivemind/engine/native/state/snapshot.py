@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_shared, digests, spans
+from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_all, digest_of_shared, digests, spans
 from lightning_hivemind.errors import StateError
 
 #: tensors begin at multiples of this, so that any dtype can be read where it lies
@@ -69,7 +69,7 @@ class Snapshot:
         description: msgpack of what the bytes mean; with it the bytes can be checked and used.
         memory: uint8 CPU (bytes,).
         spans: of its ranges, see :mod:`.ranges`.
-        digest: of what is shared in ``memory``.
+        digest: of what is shared in ``memory``; ``key``: of all of it.
     """
 
     head: Head
@@ -77,6 +77,7 @@ class Snapshot:
     memory: Tensor
     spans: tuple[slice, ...]
     digest: bytes
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,11 @@ class Description:
     parts: tuple[Part, ...]
     state: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...]
+
+    @property
+    def key(self) -> bytes:
+        """A digest of all of it."""
+        return digest_of_all(self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,8 @@ class StateCopy:
             description = msgpack.packb([place, ranges, shapes, self.state, self.groups], use_bin_type=True)
         except (OverflowError, ValueError, TypeError) as error:
             raise StateError(f"the state of the optimizer cannot be described: {error}") from None
-        return Snapshot(self.head, description, self.memory, places, digest_of_shared(ranges, places, shared))
+        digest = digest_of_shared(ranges, places, shared)
+        return Snapshot(self.head, description, self.memory, places, digest, digest_of_all(ranges))
 
 
 @torch.no_grad()

@@ -275,12 +275,12 @@ class Links:
             connections = [outlet.reach.sock for outlet in self._outlets.values()]
         return self._speed.of([one for one in connections if one is not None])
 
-    def forget(self, round_id: bytes) -> None:
-        """That round is over: its chunks that still wait are not sent any more."""
+    def forget(self, number: bytes) -> None:
+        """That round, or download, is over: what still waits of it is not sent any more."""
         with self._lock:
             outlets = list(self._outlets.values())
         for outlet in outlets:
-            outlet.forget(round_id)
+            outlet.forget(number)
 
     def _outlet(self, peer: PeerId) -> Outlet | None:
         """The way to ``peer``; None when all is closed."""

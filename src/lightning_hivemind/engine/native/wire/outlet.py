@@ -21,7 +21,7 @@ Frame = tuple[Header, Payload]
 class Outlet:
     """Sends frames in order, but messages before all that is long; never blocks the caller.
 
-    Of what is long, a state's ranges and a round's chunks go in turns: neither waits until all of the other is gone.
+    Of what is long, a state's ranges and a round's chunks share the line: neither waits until the other is gone.
 
     Frames that were handed over while a connection broke may be lost: the protocol asks for them again. What is asked
     for again while it waits, or is being sent, over a slow line, is sent once.
@@ -35,8 +35,9 @@ class Outlet:
         self._urgent: deque[Frame] = deque()
         self._chunks: deque[Frame] = deque()
         self._ranges: deque[Frame] = deque()
-        self._chunk_was_last = False
-        #: of chunks that wait or are being sent
+        #: bytes of chunks that were sent while ranges waited, less those of ranges while chunks did
+        self._ahead = 0
+        #: of chunks and ranges that wait or are being sent
         self._unsent: set[Header] = set()
         self._sending: Header | None = None
         self._changed = threading.Condition()
@@ -46,18 +47,25 @@ class Outlet:
     def send(self, header: Header, payload: Payload = ()) -> None:
         """Queue a frame. ``payload`` must not change until the round is over."""
         with self._changed:
-            if header.kind in (Kind.INPUT, Kind.RESULT):
+            queue = self._queue_of(header)
+            if queue is not self._urgent:
                 if header in self._unsent:
                     return
                 self._unsent.add(header)
-            self._queue_of(header).append((header, payload))
+            if queue is self._ranges and not header.chunk:
+                queue.appendleft((header, payload))  # a long description
+            else:
+                queue.append((header, payload))
             self._changed.notify()
 
-    def forget(self, round_id: bytes) -> None:
-        """That round is over: its chunks need not be sent any more."""
+    def forget(self, number: bytes) -> None:
+        """That round, or download, is over: what is long of it need not be sent any more."""
         with self._changed:
-            self._unsent.difference_update(header for header, _ in self._chunks if header.round == round_id)
-            self._chunks = deque(frame for frame in self._chunks if frame[0].round != round_id)
+            for queue in (self._chunks, self._ranges):
+                kept = [frame for frame in queue if frame[0].round != number]
+                self._unsent.difference_update(header for header, _ in queue if header.round == number)
+                queue.clear()
+                queue.extend(kept)
 
     def close(self) -> None:
         self.reach.close()
@@ -101,20 +109,27 @@ class Outlet:
             self._sent()
             if not (self._urgent or self._chunks or self._ranges or self.reach.closed):
                 self._changed.wait(PING_S)
-            in_turn = (self._ranges, self._chunks) if self._chunk_was_last else (self._chunks, self._ranges)
-            queue = self._urgent or in_turn[0] or in_turn[1]
+            queue = self._urgent or self._in_turn()
             if not queue:
                 return None
-            if queue is not self._urgent:
-                self._chunk_was_last = queue is self._chunks
             frame = queue.popleft()
             self._sending = frame[0]
             return frame
 
+    def _in_turn(self) -> deque[Frame]:
+        """Of the two queues of what is long, the next."""
+        if not (self._chunks and self._ranges):
+            self._ahead = 0
+            return self._chunks or self._ranges
+        queue = self._ranges if self._ahead > 0 else self._chunks
+        self._ahead += queue[0][0].length if queue is self._chunks else -queue[0][0].length
+        return queue
+
     def _queue_of(self, header: Header) -> deque[Frame]:
         if header.kind in (Kind.INPUT, Kind.RESULT):
             return self._chunks
-        return self._ranges if header.kind is Kind.STATE and header.chunk else self._urgent
+        is_long = header.chunk or header.length > PIECE_BYTES
+        return self._ranges if header.kind is Kind.STATE and is_long else self._urgent
 
     def _message(self) -> Frame | None:
         """One that may go between two pieces, because it is no more than one itself."""
