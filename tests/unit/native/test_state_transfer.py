@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state import download, ranges
 from lightning_hivemind.engine.native.state import relay as relay_module
 from lightning_hivemind.engine.native.state.download import WINDOW
