@@ -34,6 +34,8 @@ log = logging.getLogger("lightning_hivemind")
 
 #: ranges that one donor is asked for at a time: enough that its line never idles
 WINDOW = 3
+#: ranges that have come and wait to be checked, each in memory of its own
+MOST_UNCHECKED = 4 * WINDOW
 POLL_S = 0.1
 #: another donor is asked when those before have not sent everything after so long
 STAGGER_S = 1.0
@@ -92,7 +94,7 @@ class Downloads:
         self._send, self._silence_s = send, silence_s
         self._changed = threading.Condition()
         self._attempt: _Attempt | None = None
-        self._memory = Memory(kept_bytes=4 * WINDOW * RANGE_BYTES)
+        self._memory = Memory(kept_bytes=MOST_UNCHECKED * RANGE_BYTES)
 
     # ------------------------------------------------------------------ the training thread
 
@@ -197,8 +199,10 @@ class Downloads:
             self._read(attempt, read)
             self._check(attempt, chosen)
             with self._changed:
-                heads = [chosen.head] if attempt.is_enough else [one.head for one in attempt.offers.values()]
-            if any(map(enough, heads)) != attempt.is_enough:
+                heads = [one.head for one in attempt.offers.values()]
+            if enough(chosen.head):
+                attempt.is_enough = True
+            elif attempt.is_enough or any(map(enough, heads)):
                 return False  # the swarm has gone on from it, or somebody has one from which it has not
             if not attempt.left:
                 return True
@@ -253,6 +257,7 @@ class Downloads:
             for donor in [one for one, expected in attempt.expected.items() if expected]:
                 if now - attempt.moved_at[donor] > self._silence_s:
                     attempt.drop(donor)
+                    asks.append((donor, Done()))
             for donor, offer in sorted(attempt.offers.items(), key=lambda one: len(attempt.expected.get(one[0], ()))):
                 if donor not in attempt.expected and not _have_some_in_common(offer, chosen):
                     attempt.drop(donor)
@@ -262,7 +267,8 @@ class Downloads:
                 if not expected:
                     attempt.moved_at[donor] = now
                 has = (number for number in attempt.missing if offer.ranges[number] == chosen.ranges[number])
-                for number in list(itertools.islice(has, WINDOW - len(expected))):
+                wanted = WINDOW - len(expected) if len(attempt.unchecked) < MOST_UNCHECKED else 0
+                for number in list(itertools.islice(has, wanted)):
                     expected.add(number)
                     attempt.missing.remove(number)
                     asks.append((donor, WantsRange(offer.key, number)))
@@ -286,6 +292,7 @@ class Downloads:
                 attempt.problem = StateError("the state that peers sent is not the one that they described.")
                 attempt.missing.append(number)
                 attempt.drop(peer)
+            self._ask(peer, attempt, Done())
 
     def _wait(self, attempt: _Attempt, timeout_s: float) -> None:
         with self._changed:
