@@ -204,6 +204,7 @@ def test_verbose_reports_internal_events(swarm: Swarm) -> None:
     assert "BatchAccumulated" not in quiet.output
 
 
+@pytest.mark.above_engines
 def test_an_identity_file_keeps_the_peer_id(swarm: Swarm) -> None:
     strategy = {"identity_path": str(swarm.folder / "identity")}
     ids = []
