@@ -68,7 +68,6 @@ class _Attempt:
     #: that is being fetched
     chosen: Description | None = None
     is_enough: bool = False
-    memory: Tensor | None = None
     missing: list[int] = field(default_factory=list)
     #: which ranges each may write now
     expected: dict[PeerId, set[int]] = field(default_factory=dict)
@@ -131,9 +130,9 @@ class Downloads:
                     return None
                 if (chosen.head, chosen.digest) == known:
                     return chosen, torch.empty(0, dtype=torch.uint8)
-                if self._gather(attempt, chosen, read, deadline, should_abort, enough):
-                    assert attempt.memory is not None
-                    return chosen, attempt.memory
+                memory = self._gather(attempt, chosen, read, deadline, should_abort, enough)
+                if memory is not None:
+                    return chosen, memory
             finally:
                 with self._changed:
                     self._attempt = None
@@ -182,30 +181,30 @@ class Downloads:
         deadline: float,
         should_abort: Callable[[], bool],
         enough: Callable[[Head], bool],
-    ) -> bool:
-        """Fetch all ranges; False if it is not worth it any more.
+    ) -> Tensor | None:
+        """Fetch all ranges; None if it is not worth it any more.
 
         Raises:
             StateError: they do not come.
         """
-        stuck = math.inf
+        memory, stuck = torch.zeros(chosen.size, dtype=torch.uint8), math.inf
         with self._changed:
-            attempt.chosen, attempt.memory = chosen, torch.zeros(chosen.size, dtype=torch.uint8)
+            attempt.chosen = chosen
             # from the end, where those lie that only this donor has
             attempt.missing = list(reversed(range(len(chosen.ranges))))
             attempt.left = len(attempt.missing)
         while True:
             now = time.monotonic()
             self._read(attempt, read)
-            self._check(attempt, chosen)
+            self._check(attempt, chosen, memory)
             with self._changed:
                 heads = [one.head for one in attempt.offers.values()]
             if enough(chosen.head):
                 attempt.is_enough = True
             elif attempt.is_enough or any(map(enough, heads)):
-                return False  # the swarm has gone on from it, or somebody has one from which it has not
+                return None  # the swarm has gone on from it, or somebody has one from which it has not
             if not attempt.left:
-                return True
+                return memory
             comes = self._ask_for_ranges(attempt, chosen, now)
             stuck = math.inf if comes else min(stuck, now)  # who had what is missing has gone, but others may have it
             hopeless = now - stuck > self._silence_s or not (comes or attempt.spare or attempt.asked)
@@ -276,12 +275,10 @@ class Downloads:
                 self._ask(donor, attempt, question)
             return not attempt.missing or any(attempt.expected.values()) or bool(attempt.unchecked)
 
-    def _check(self, attempt: _Attempt, chosen: Description) -> None:
-        """The ranges that have come."""
+    def _check(self, attempt: _Attempt, chosen: Description, memory: Tensor) -> None:
+        """Put the ranges that have come in their place."""
         with self._changed:
             arrived, attempt.unchecked = attempt.unchecked, []
-            memory = attempt.memory
-        assert memory is not None
         for peer, number, data in arrived:
             if digest_of(data) == chosen.ranges[number]:
                 memory[chosen.spans[number]] = torch.frombuffer(data, dtype=torch.uint8)

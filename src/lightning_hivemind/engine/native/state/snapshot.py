@@ -85,7 +85,7 @@ class Description:
     """What :func:`read_description` found: enough to allocate, to compare donors, and to install.
 
     Attributes:
-        digest: of what is shared.
+        digest: of what is shared; ``key``: of all of it.
         size: bytes of all of it.
         spans: of its ranges; ``ranges``: their digests.
         parts: parameters, the optimizer's tensors in the order of ``state``, shared tensors, own ones.
@@ -95,17 +95,13 @@ class Description:
 
     head: Head
     digest: bytes
+    key: bytes
     size: int
     spans: tuple[slice, ...]
     ranges: tuple[bytes, ...]
     parts: tuple[Part, ...]
     state: tuple[Mapping[str, Any], ...]
     groups: tuple[Mapping[str, Any], ...]
-
-    @property
-    def key(self) -> bytes:
-        """A digest of all of it."""
-        return digest_of_all(self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +198,8 @@ def read_description(
     places = spans(common, size)
     if len(ranges) != len(places):
         raise StateError(f"a peer described its state in {len(ranges)} ranges, where there are {len(places)}.")
-    digest = digest_of_shared(ranges, places, common)
-    return Description(head, digest, size, places, tuple(ranges), laid_out, tuple(state), tuple(groups))
+    digest, key = digest_of_shared(ranges, places, common), digest_of_all(ranges)
+    return Description(head, digest, key, size, places, tuple(ranges), laid_out, tuple(state), tuple(groups))
 
 
 @torch.no_grad()
