@@ -27,9 +27,10 @@ from lightning_hivemind.events import EventBus, PeerStarted, Waiting
 from lightning_hivemind.network import diagnosis
 from lightning_hivemind.network.answers import survive_late_answers
 from lightning_hivemind.network.identity import IdentityLock, check_identity, without_self
-from lightning_hivemind.network.lifetime import die_with_parent, settle_child, start_shared_memory
+from lightning_hivemind.network.lifetime import die_with_parent, settle_child
 from lightning_hivemind.network.neighbours import keep_neighbours
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
+from lightning_hivemind.network.shared_memory import start_shared_memory
 from lightning_hivemind.network.sockets import SocketDirectory
 from lightning_hivemind.network.tasks import keep_tasks_alive
 

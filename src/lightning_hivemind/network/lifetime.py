@@ -49,32 +49,6 @@ def settle_child(parent_pid: int, cleanup: Callable[[], None] | None = None) -> 
     threading.Thread(target=_leave_with, args=(parent_pid, cleanup), name="parent-watch", daemon=True).start()
 
 
-def start_shared_memory() -> None:
-    """Have torch start its shared-memory manager now, out of reach of Ctrl+C.
-
-    The manager leaves the terminal's process group once it is up. Killed before that, torch waits for its first words
-    in a loop that has no end and holds the GIL, and only SIGKILL helps. What is blocked here is blocked in the manager,
-    too, which ends when its last client does.
-
-    Raises:
-        DaemonError: it does not start.
-    """
-    import torch
-
-    from lightning_hivemind.errors import DaemonError
-
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
-    try:
-        torch.empty(1).share_memory_()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise DaemonError(
-            f"torch cannot share memory between processes: {str(error).splitlines()[0]} (TMPDIR="
-            f"{os.environ.get('TMPDIR')!r}). Nothing was started. Set TMPDIR to a short, writable path."
-        ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def die_with_parent() -> Callable[[], None] | None:
     """A ``preexec_fn`` that has the kernel kill the new process when the *thread* that started it ends (Linux only).
 
