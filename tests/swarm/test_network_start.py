@@ -398,7 +398,8 @@ def test_a_removed_directory_of_sockets_is_seen(bench: Bench) -> None:
 
 
 def test_a_temporary_directory_that_torch_cannot_use_is_said_in_words() -> None:
-    code = "from lightning_hivemind.network.shared_memory import start_shared_memory; start_shared_memory()"
+    module = "lightning_hivemind.network.shared_memory"
+    code = f"import hivemind; from {module} import start_shared_memory; start_shared_memory()"
     roots = os.pathsep.join([str(Path(daemon.__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "PYTHONPATH": roots, "TMPDIR": "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
