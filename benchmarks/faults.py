@@ -1,12 +1,13 @@
 """What a killed, a frozen and a very slow peer cost the others.
 
-    python benchmarks/faults.py              # about twenty minutes; writes benchmarks/results/faults.md
-    python benchmarks/faults.py --times 2    # fewer of each
+    python benchmarks/faults.py              # about half an hour; writes benchmarks/results/faults.md
+    python benchmarks/faults.py --times 2    # fewer of what is left to chance
 
-Three peers train with ``engine="native"``. ``kill -9`` and SIGSTOP come at a random moment of a step, to a random peer
-(the first one and whoever leads a round among them); afterwards another one joins, or it is thawed. What it cost is the
-longest step of those that go on, less the usual one of all three. Then one of the three is twenty times slower than the
-others, and then two processes for each core keep the machine busy.
+Three peers train with ``engine="native"``. One dies of ``kill -9`` in each phase of a round, as a member, as an owner
+of chunks and as the coordinator (``swarm.phases``), and so does, at a random moment, the one through which the others
+have joined; SIGSTOP comes to a random one at a random moment. Afterwards another one joins, or it is thawed. What it
+cost is the longest step of those that go on, less the usual one of all three. Then one of the three is twenty times
+slower than the others, and then two processes for each core keep the machine busy.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from bench_machine import describe_machine
 from bench_stats import markdown_table, number, summary
 from herd import Herd, Peer
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from swarm.phases import MOMENTS
+
 BATCH_S = 0.1
 #: with a slow peer: what a batch of the others takes longer than it does, by what factor its own does, and the target
 QUICK_S, SLOWER, SLOW_TARGET = 0.02, 20.0, 128
@@ -37,6 +41,8 @@ USUAL_S, AFTER_S = 6.0, 8.0
 FROZEN_S = 6.0
 #: within which who was thawed has to be in step again
 BACK_S = 30.0
+#: within which a moment of a round comes: every peer is its coordinator now and then
+DOOMED_S = 60.0
 #: a step on a busy machine takes no longer, on the average
 STEP_S = 5.0
 
@@ -61,15 +67,24 @@ def cost(herd: Herd, others: Sequence[Peer], at: float) -> float:
     return longest - usual
 
 
-def killed(herd: Herd, chance: random.Random) -> float:
-    """One event of that kind."""
-    herd.watch(USUAL_S + chance.random())
-    victim, at = chance.choice(herd.living), time.time()
-    herd.kill(victim)
+def killed(herd: Herd, moment: str) -> float:
+    """One more peer, which dies at that moment of a round."""
+    victim = herd.start(BATCH_S, dies=moment)
+    herd.await_steps(victim, 5)
+    herd.watch(USUAL_S)
+    at = herd.doom(victim, DOOMED_S)
     herd.watch(AFTER_S)
-    found = cost(herd, herd.living, at)
+    return cost(herd, herd.living, at)
+
+
+def first_killed(herd: Herd, chance: random.Random) -> float:
+    """The oldest of three dies, whenever it is."""
     herd.await_steps(herd.start(BATCH_S), 5)
-    return found
+    herd.watch(USUAL_S + chance.random())
+    at = time.time()
+    herd.kill(herd.living[0])
+    herd.watch(AFTER_S)
+    return cost(herd, herd.living, at)
 
 
 def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
@@ -162,7 +177,7 @@ def _burn() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=8, help="how often a peer is killed, and frozen")
+    parser.add_argument("--times", type=int, default=8, help="how often the first peer is killed, and one is frozen")
     parser.add_argument("--epochs", type=int, default=200, help="beside a slow peer, and before it comes")
     parser.add_argument("--rounds", type=int, default=500, help="on a busy machine")
     parser.add_argument("--seed", type=int, default=0)
@@ -170,15 +185,19 @@ def main() -> int:
     options = parser.parse_args()
     chance = random.Random(options.seed)
     with Herd() as herd:
-        herd.gather(3, BATCH_S)
-        kills = [killed(herd, chance) for _ in range(options.times)]
+        herd.gather(2, BATCH_S)
+        kills = {moment: killed(herd, moment) for moment in MOMENTS}
+        firsts = [first_killed(herd, chance) for _ in range(options.times)]
+        herd.await_steps(herd.start(BATCH_S), 5)
         freezes = [frozen(herd, chance) for _ in range(options.times)]
         herd.end()
     alone, beside, gave, member = slow(options.epochs)
     steps, without, states = busy(options.rounds)
     rows = [
-        ["`kill -9`: longest step of the others above the usual, s", summary(kills).show()],
-        ["... the longest of all", number(max(kills))],
+        ["`kill -9`: longest step of the others above the usual, s", summary(list(kills.values())).show()],
+        *([f"... {moment}", number(found)] for moment, found in kills.items()),
+        [f"... the first peer, {len(firsts)} times", summary(firsts).show()],
+        ["... the longest of all", number(max(*kills.values(), *firsts))],
         [f"SIGSTOP for {FROZEN_S:.0f} s: the same", summary([one for one, _ in freezes]).show()],
         ["... the longest of all", number(max(one for one, _ in freezes))],
         ["... until it is in step again once thawed", summary([back for _, back in freezes]).show()],

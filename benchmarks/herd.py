@@ -59,15 +59,18 @@ class Herd:
         else:
             print(f"the peers' files are in {self.folder}", file=sys.stderr)
 
-    def start(self, batch_s: float = 0.0) -> Peer:
-        """One more peer, which joins through those that live; its batches take that much longer."""
+    def start(self, batch_s: float = 0.0, dies: str = "") -> Peer:
+        """One more peer, which joins through those that live; its batches take that much longer.
+
+        ``dies``: of ``swarm.phases.MOMENTS``, at which its next round ends it; see :meth:`doom`.
+        """
         name = f"peer{self._count}"
         self._count += 1
         known = self._addresses() if self.living else ""
         command = [sys.executable, str(Path(__file__).with_name("herd_peer.py")), str(self.folder), name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
         with open(self.folder / f"{name}.log", "wb") as log:
-            options = ["--join", known, "--batch-s", str(batch_s), *self._options]
+            options = ["--join", known, "--batch-s", str(batch_s), "--dies", dies, *self._options]
             process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
         self.living.append(Peer(name=name, process=process, born=time.monotonic()))
         return self.living[-1]
@@ -96,6 +99,16 @@ class Herd:
         peer.process.kill()
         peer.process.wait()
         self.living.remove(peer)
+
+    def doom(self, peer: Peer, timeout_s: float) -> float:
+        """Let the moment at which it dies come; returns when it did. Raises TimeoutError."""
+        (self.folder / f"{peer.name}.die").touch()
+        try:
+            peer.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{peer.name} still lives after {timeout_s:.0f} s: see {self.folder}") from None
+        self.living.remove(peer)
+        return time.time()
 
     def freeze(self, peer: Peer) -> None:
         peer.process.send_signal(signal.SIGSTOP)

@@ -1,10 +1,11 @@
 """One peer of ``herd.py``: the example's model, smaller, and one line in a file for each global step.
 
     python herd_peer.py FOLDER NAME [--join ADDRESSES] [--batch-s SECONDS] [--target SAMPLES] [--codec NAME]
+        [--dies MOMENT]
 
 Writes ``FOLDER/NAME.jsonl`` (``epoch``, ``time``, ``digest`` of all parameters, ``loss``), ``NAME.events.jsonl``,
 ``NAME.address``, and at its end ``NAME.result``, the held-out loss. Once there is ``FOLDER/stop``, it stops with all
-others.
+others; once there is ``NAME.die``, it dies at that moment of a round (``swarm.phases.MOMENTS``).
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("examples", "tests")]
 import lightning_hivemind
 from bench_peer import publish
 from byte_gpt import ByteGPT, StdlibText
 from lightning_hivemind import HivemindStrategy
+from swarm.phases import MOMENTS, arm, use_chunks_of
 
+#: of its 100,000 parameters or so: every member of a round owns some
+CHUNK_ELEMENTS = 4096
 CONTEXT = 64
 BATCH = 4
 
@@ -72,6 +76,9 @@ def main(options: argparse.Namespace) -> None:
     folder, name = options.folder, options.name
     torch.set_num_threads(1)
     random.seed()
+    use_chunks_of(CHUNK_ELEMENTS)
+    if options.dies:
+        arm(MOMENTS[options.dies], (folder / f"{name}.die").exists)
     os.environ["LIGHTNING_HIVEMIND_EVENTS"] = str(folder / f"{name}.events.jsonl")
     strategy = HivemindStrategy(
         target_batch_size=options.target,
@@ -113,4 +120,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch-s", type=float, default=0.0, help="that a batch takes longer than it does")
     parser.add_argument("--target", type=int, default=64, help="samples of a global step")
     parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind")
+    parser.add_argument("--dies", default="", help="a moment of a round, by its name in swarm.phases")
     main(parser.parse_args())

@@ -1,0 +1,64 @@
+"""``kill -9`` of a member, an owner of chunks and the coordinator in every phase of a round."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from swarm.checks import assert_ledger, together
+from swarm.harness import Peer, Swarm
+from swarm.phases import MOMENTS
+from swarm.processes import wait_until
+from swarm.spec import ENDLESS
+
+pytestmark = pytest.mark.swarm
+
+TRAINS = {"scenario": "swarm.phases:trains", "trainer": ENDLESS, "delay_s": 0.03}
+
+
+@pytest.fixture
+def engine() -> str:
+    return "native"
+
+
+def test_whoever_dies_whenever_the_others_go_on_alike_and_nothing_counts_twice(swarm: Swarm) -> None:
+    survivors = swarm.start(2, **TRAINS)
+    for moment in MOMENTS:
+        die(swarm, survivors, moment)
+    check(survivors)
+
+
+def test_the_first_peer_is_a_peer_like_any_other(swarm: Swarm) -> None:
+    """Through which all the others have joined."""
+    moment = "coordinator, one other knows"
+    first, *others = swarm.start(3, peers=[{"scenario": "swarm.phases:dies", "free": {"dies": moment}}], **TRAINS)
+    end(first, others, moment)
+    swarm.start(1, together=False, **TRAINS)
+    check(others)
+
+
+def die(swarm: Swarm, survivors: list[Peer], moment: str) -> None:
+    """One more peer, which dies at ``moment``."""
+    fields = {**TRAINS, "scenario": "swarm.phases:dies", "free": {"dies": moment}}
+    (victim,) = swarm.start(1, together=False, **fields)
+    end(victim, survivors, moment)
+
+
+def end(victim: Peer, others: list[Peer], moment: str) -> None:
+    victim.wait_until(lambda: bool(together([victim, *others])), timeout_s=60, what=f"in one step: {moment}")
+    (victim.folder / "die").touch()
+    wait_until(lambda: victim.exit_code is not None, timeout_s=60, what=f"{victim.name} dies: {moment}")
+    assert victim.exit_code == -signal.SIGKILL
+    victim.wait_exit(code=-signal.SIGKILL)
+    for peer in others:
+        peer.wait_epoch(max(peer.commits) + 3, timeout_s=60)
+
+
+def check(survivors: list[Peer]) -> None:
+    last = min(max(peer.commits) for peer in survivors)
+    steps = [{one["epoch"]: one["digest"] for one in peer.said("step") if one["epoch"] <= last} for peer in survivors]
+    assert len(steps[0]) >= last
+    assert steps[0] == steps[1]
+    assert not [event for peer in survivors for event in peer.said("RoundMissed") + peer.said("StateLoaded")[1:]]
+    assert_ledger(survivors)
