@@ -32,7 +32,7 @@ class Namespace:
             ("del", "pref", "0"),
             ("add", "pref", "10", *blackhole),
         ):
-            _run("ip", "-n", self.name, "rule", *rule)
+            run("ip", "-n", self.name, "rule", *rule)
 
     def enter(self) -> None:
         """From now on this process, and what it starts, has this network. It must have one thread only."""
@@ -69,7 +69,7 @@ def why_unavailable() -> str | None:
 @contextlib.contextmanager
 def joined_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
     """Two namespaces that reach one another; afterwards every process in them is killed and both are gone."""
-    with _namespaces("10.77.0.1", "10.77.0.2") as (first, second):
+    with namespaces("10.77.0.1", "10.77.0.2") as (first, second):
         _cable(0, first, second)
         yield first, second
 
@@ -77,7 +77,7 @@ def joined_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 @contextlib.contextmanager
 def star_of_namespaces() -> Iterator[tuple[Namespace, Namespace, Namespace]]:
     """A namespace that reaches two others, which do not reach one another; and their end, as above."""
-    with _namespaces("10.77.0.1", "10.77.0.2", "10.77.1.2") as (middle, left, right):
+    with namespaces("10.77.0.1", "10.77.0.2", "10.77.1.2") as (middle, left, right):
         _cable(0, middle, left)
         _cable(1, middle, right)
         yield middle, left, right
@@ -86,28 +86,29 @@ def star_of_namespaces() -> Iterator[tuple[Namespace, Namespace, Namespace]]:
 @contextlib.contextmanager
 def homes(count: int, uplink_mbit_s: float) -> Iterator[list[Namespace]]:
     """So many namespaces around one switch, each sending no faster than that; and their end, as above."""
-    with _namespaces(*(f"10.77.0.{number + 1}" for number in range(count)), "") as (*found, switch):
-        _run(*switch.command("ip", "link", "add", "bridge", "type", "bridge"))
-        _run(*switch.command("ip", "link", "set", "bridge", "up"))
+    with namespaces(*(f"10.77.0.{number + 1}" for number in range(count)), "") as (*found, switch):
+        run(*switch.command("ip", "link", "add", "bridge", "type", "bridge"))
+        run(*switch.command("ip", "link", "set", "bridge", "up"))
         for number, home in enumerate(found):
             plug = f"plug{number}"
-            _run(*switch.command("ip", "link", "add", plug, "type", "veth", "peer", "name", "line", "netns", home.name))
-            _run(*switch.command("ip", "link", "set", plug, "master", "bridge", "up"))
-            _run(*home.command("ip", "addr", "add", f"{home.address}/24", "dev", "line"))
-            _run(*home.command("ip", "link", "set", "line", "up"))
+            run(*switch.command("ip", "link", "add", plug, "type", "veth", "peer", "name", "line", "netns", home.name))
+            run(*switch.command("ip", "link", "set", plug, "master", "bridge", "up"))
+            run(*home.command("ip", "addr", "add", f"{home.address}/24", "dev", "line"))
+            run(*home.command("ip", "link", "set", "line", "up"))
             shape = ("rate", f"{uplink_mbit_s}mbit", "burst", "64kb", "latency", "100ms")
-            _run(*home.command("tc", "qdisc", "add", "dev", "line", "root", "tbf", *shape))
+            run(*home.command("tc", "qdisc", "add", "dev", "line", "root", "tbf", *shape))
         yield found
 
 
 @contextlib.contextmanager
-def _namespaces(*addresses: str) -> Iterator[list[Namespace]]:
+def namespaces(*addresses: str) -> Iterator[list[Namespace]]:
+    """So many, not joined yet; afterwards every process in them is killed and they are gone."""
     # RFC 1918; they see no other network, so this cannot collide with the machine's own
     made = [Namespace(f"lhm-{os.getpid()}-{number}", address) for number, address in enumerate(addresses)]
     try:
         for space in made:
-            _run("ip", "netns", "add", space.name)
-            _run(*space.command("ip", "link", "set", "lo", "up"))
+            run("ip", "netns", "add", space.name)
+            run(*space.command("ip", "link", "set", "lo", "up"))
         yield made
     finally:
         for space in made:
@@ -117,10 +118,10 @@ def _namespaces(*addresses: str) -> Iterator[list[Namespace]]:
 def _cable(number: int, first: Namespace, second: Namespace) -> None:
     """Between the two: 10.77.``number``.1 and .2."""
     name = f"cable{number}"
-    _run(*first.command("ip", "link", "add", name, "type", "veth", "peer", "name", name, "netns", second.name))
+    run(*first.command("ip", "link", "add", name, "type", "veth", "peer", "name", name, "netns", second.name))
     for end, space in ((1, first), (2, second)):
-        _run(*space.command("ip", "addr", "add", f"10.77.{number}.{end}/24", "dev", name))
-        _run(*space.command("ip", "link", "set", name, "up"))
+        run(*space.command("ip", "addr", "add", f"10.77.{number}.{end}/24", "dev", name))
+        run(*space.command("ip", "link", "set", name, "up"))
 
 
 def _remove(space: Namespace) -> None:
@@ -131,6 +132,7 @@ def _remove(space: Namespace) -> None:
     subprocess.run(["ip", "netns", "del", space.name], capture_output=True)
 
 
-def _run(*words: str) -> None:
+def run(*words: str) -> None:
+    """Run a command; raises AssertionError with what it said if it fails."""
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr.strip()}"

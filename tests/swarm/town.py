@@ -26,7 +26,7 @@ class Town:
     def __init__(self, *, secure: bool, detect_s: float = 2.0) -> None:
         self.secure, self._detect_s = secure, detect_s
         self.links: dict[str, Links] = {}
-        self.ports: dict[str, int] = {}
+        self.ports: dict[str, tuple[str, int]] = {}
         self.certificates: dict[str, Certificate | None] = {}
         #: nothing but libp2p gets through between these
         self.behind_routers: set[str] = set()
@@ -34,7 +34,9 @@ class Town:
         self._closed_port = socket.socket()
         self._closed_port.bind(("127.0.0.1", 0))
 
-    def add(self, name: str, sink: Sink, *, listens: bool = True, carries: bool = False) -> Links:
+    def add(
+        self, name: str, sink: Sink, *, listens: bool = True, carries: bool = False, address: str = "127.0.0.1"
+    ) -> Links:
         """A peer that can reach all others, and listens, or (as a client) cannot be dialled.
 
         ``carries``: where nothing else leads to another peer, libp2p does.
@@ -48,7 +50,7 @@ class Town:
             if {peer, name} <= self.behind_routers:
                 endpoints = () if dials else (self._closed_port.getsockname(),)
             elif peer in self.ports and not dials:
-                endpoints = (("127.0.0.1", self.ports[peer]),)
+                endpoints = (self.ports[peer],)
             else:
                 self.links[peer].invite(name)
             return Introduction(
@@ -66,7 +68,7 @@ class Town:
         links = Links(sink, certificate=certificate, introduce=introduce, stream=opens, detect_s=self._detect_s)
         self.links[name] = links
         if listens:
-            self.ports[name] = links.listen("127.0.0.1")
+            self.ports[name] = (address, links.listen(address))
         return links
 
     def close(self) -> None:

@@ -6,10 +6,10 @@ The model, in order of what it leaves out:
   came to the receiver before it has been read. Real connections share a line instead, so single chunks arrive later
   than here and the last one at the same time. Sending and reading overlap: who is slower decides.
 * *Messages pass data.* They wait only for other messages, and take their share of the line from the data behind them.
-* *Loss slows a connection down* (there is one per pair and direction): at most 1.22 x 1460 bytes / (round trip x
-  sqrt(loss)), Mathis et al. 1997, doi:10.1145/263932.264023. Measured with cubic at 100 Mbit/s, 50 ms, 0.1%: 7 Mbit/s;
-  the formula gives 9. Where the kernel offers BBR the engine asks for it, and does better. A message that loses a
-  packet comes a round trip and 0.2 s later. Nothing is lost altogether: that is what TCP is for.
+* *Loss slows a connection down*: to at most 1.22 x 1460 bytes / (round trip x sqrt(loss)), Mathis et al. 1997,
+  doi:10.1145/263932.264023. Measured with cubic at 100 Mbit/s, 50 ms, 0.1%: 7 Mbit/s; the formula gives 9. A pair has
+  several where its line is long (``wire.lanes``). Where the kernel offers BBR the engine asks for it, and does better.
+  A message that loses a packet comes a round trip and 0.2 s later. Nothing is lost altogether: that is what TCP is for.
 * *Two peers that cannot be dialled do not reach one another.*
 
 Headers of TCP, IP and TLS, connections' start-up, queues in routers and the rest of the household are left out.
@@ -20,6 +20,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+
+from lightning_hivemind.engine.native.wire.lanes import useful
 
 PeerId = str
 SEGMENT_BYTES = 1460
@@ -95,7 +97,7 @@ class SharedLinks:
         source.up_free = begins + size_bytes / source.up
         target.down_free = max(begins, target.down_free) + size_bytes / target.down
         read = max(source.up_free, target.down_free)
-        rate = _connection_rate(source, target)
+        rate = _pair_rate(source, target, len(self.wires) - 1)
         if rate < math.inf:
             self._pairs[pair] = carried = max(begins, self._pairs.get(pair, 0.0)) + size_bytes / rate
             read = max(read, carried)
@@ -106,7 +108,9 @@ class SharedLinks:
         return float(1.0 - (1.0 - loss) ** packets)
 
 
-def _connection_rate(source: Wire, target: Wire) -> float:
-    """Bytes per second of one connection between these; infinite where nothing is lost."""
+def _pair_rate(source: Wire, target: Wire, others: int) -> float:
+    """Bytes per second of the connections between these; infinite where nothing is lost."""
     round_trip_s, loss = 2 * (source.latency_s + target.latency_s), source.loss + target.loss
-    return MATHIS * SEGMENT_BYTES / (round_trip_s * math.sqrt(loss)) if loss and round_trip_s else math.inf
+    if not (loss and round_trip_s):
+        return math.inf
+    return useful(round_trip_s, others) * MATHIS * SEGMENT_BYTES / (round_trip_s * math.sqrt(loss))

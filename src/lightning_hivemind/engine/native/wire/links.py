@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass, field
 
 from lightning_hivemind.engine.native.wire.connection import (
-    BUFFER_BYTES,
     TOKEN_BYTES,
     close,
     read_exactly,
@@ -95,7 +94,6 @@ class Links:
         """Accept connections from now on; returns the port. Raises OSError where nobody can listen."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=128)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="accepts", daemon=True).start()
         return int(listener.getsockname()[1])
@@ -272,8 +270,8 @@ class Links:
     def upload_rate(self) -> float:
         """Bytes per second that this peer can send, as far as was seen; see :mod:`.speed`. From one thread only."""
         with self._lock:
-            connections = [outlet.reach.sock for outlet in self._outlets.values()]
-        return self._speed.of([one for one in connections if one is not None])
+            outlets = list(self._outlets.values())
+        return self._speed.of([one for outlet in outlets for one in outlet.connections])
 
     def forget(self, number: bytes) -> None:
         """That round, or download, is over: what still waits of it is not sent any more."""
@@ -298,7 +296,7 @@ class Links:
                     listens=self._listener is not None,
                     way=self._ways.pop(peer, Way.DIAL),
                 )
-                outlet = self._outlets[peer] = Outlet(reach, self._outlet_lost)
+                outlet = self._outlets[peer] = Outlet(reach, self._outlet_lost, lambda: len(self._outlets))
             return outlet
 
     def _introduced(self, peer: PeerId, dials: bool) -> Introduction:

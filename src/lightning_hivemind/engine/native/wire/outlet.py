@@ -1,4 +1,7 @@
-"""Everything that this peer sends to one other peer: one thread that connects, and connects again when it must."""
+"""Everything that this peer sends to one other peer: one thread that connects, and connects again when it must.
+
+Where the line is long, what is long goes over several connections (:mod:`.lanes`), each with a thread of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable
 
 from lightning_hivemind.engine.native.wire.connection import pieces, wake, write
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
 from lightning_hivemind.engine.native.wire.sink import Payload
 
@@ -16,6 +20,7 @@ from lightning_hivemind.engine.native.wire.sink import Payload
 PING_S = 0.5
 
 Frame = tuple[Header, Payload]
+PING: Frame = (Header(kind=Kind.PING), ())
 
 
 class Outlet:
@@ -28,9 +33,10 @@ class Outlet:
 
     Args:
         reach: makes the connections; this outlet closes it.
+        outlets: how many peers this one sends to.
     """
 
-    def __init__(self, reach: Reach, lost: Callable[[Outlet, str], None]) -> None:
+    def __init__(self, reach: Reach, lost: Callable[[Outlet, str], None], outlets: Callable[[], int]) -> None:
         self.peer, self.reach, self._lost = reach.peer, reach, lost
         self._urgent: deque[Frame] = deque()
         self._chunks: deque[Frame] = deque()
@@ -38,9 +44,11 @@ class Outlet:
         #: bytes of chunks that were sent while ranges waited, less those of ranges while chunks did
         self._ahead = 0
         #: of chunks and ranges that wait or are being sent
-        self._unsent: set[Header] = set()
-        self._sending: Header | None = None
-        self._changed = threading.Condition()
+        self._unsent: set[Header | None] = set()
+        lock = threading.Lock()
+        #: there is something for the first connection, or for another one
+        self._changed, self._long = threading.Condition(lock), threading.Condition(lock)
+        self._lanes = Lanes(reach, self._pump_long, outlets)
         self._thread = threading.Thread(target=self._run, name=f"to {self.peer[-6:]}", daemon=True)
         self._thread.start()
 
@@ -57,6 +65,14 @@ class Outlet:
             else:
                 queue.append((header, payload))
             self._changed.notify()
+            if queue is not self._urgent:
+                self._long.notify()
+
+    @property
+    def connections(self) -> list[socket.socket]:
+        """Those that there are now."""
+        first = self.reach.sock
+        return [*self._lanes.connections, *([first] if first is not None else [])]
 
     def forget(self, number: bytes) -> None:
         """That round, or download, is over: what is long of it need not be sent any more."""
@@ -70,9 +86,10 @@ class Outlet:
     def close(self) -> None:
         self.reach.close()
         with self._changed:
-            if self.reach.sock is not None:
-                wake(self.reach.sock)
+            for sock in self.connections:
+                wake(sock)
             self._changed.notify()
+            self._long.notify_all()
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
@@ -94,27 +111,46 @@ class Outlet:
 
     def _pump(self, sock: socket.socket) -> None:
         """Send until the connection breaks, or there is a better way than the one it was made by."""
+        header: Header | None = None
         try:
             while not self.reach.closed and not self.reach.improved:
-                for piece in pieces(*(self._next() or (Header(kind=Kind.PING), ()))):
+                header, payload = self._next(header)
+                if header in self._unsent:
+                    self._lanes.open_more(sock)
+                for piece in pieces(header, payload):
                     while (message := self._message()) is not None:
                         write(sock, *message)
                     write(sock, *piece)
         except OSError:
-            with self._changed:
-                self._sent()  # or lost: connected again, or found to be gone, by the caller
+            self._sent(header)  # or lost: connected again, or found to be gone, by the caller
 
-    def _next(self) -> Frame | None:
+    def _pump_long(self, sock: socket.socket) -> None:
+        """Send what is long until the connection breaks."""
+        header: Header | None = None
+        try:
+            while not self.reach.closed:
+                header, payload = self._next_long(header)
+                for piece in pieces(header, payload):
+                    write(sock, *piece)
+        except OSError:
+            self._sent(header)
+
+    def _next(self, sent: Header | None) -> Frame:
+        """The next frame, after ``sent``: a ping if there is none for a while."""
         with self._changed:
-            self._sent()
+            self._unsent.discard(sent)
             if not (self._urgent or self._chunks or self._ranges or self.reach.closed):
                 self._changed.wait(PING_S)
             queue = self._urgent or self._in_turn()
-            if not queue:
-                return None
-            frame = queue.popleft()
-            self._sending = frame[0]
-            return frame
+            return queue.popleft() if queue else PING
+
+    def _next_long(self, sent: Header | None) -> Frame:
+        with self._long:
+            self._unsent.discard(sent)
+            if not (self._chunks or self._ranges or self.reach.closed):
+                self._long.wait(PING_S)
+            queue = self._in_turn()
+            return queue.popleft() if queue else PING
 
     def _in_turn(self) -> deque[Frame]:
         """Of the two queues of what is long, the next."""
@@ -137,7 +173,6 @@ class Outlet:
             fits = self._urgent and self._urgent[0][0].length <= PIECE_BYTES
             return self._urgent.popleft() if fits else None
 
-    def _sent(self) -> None:
-        if self._sending is not None:
-            self._unsent.discard(self._sending)
-            self._sending = None
+    def _sent(self, header: Header | None) -> None:
+        with self._changed:
+            self._unsent.discard(header)

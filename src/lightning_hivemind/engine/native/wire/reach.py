@@ -115,6 +115,12 @@ class Reach:
             threading.Thread(target=self._improve, args=(sock,), name=f"dials {self.peer[-6:]}", daemon=True).start()
         return sock
 
+    def another(self) -> socket.socket:
+        """One more connection, by the way of the last. Raises OSError or LightningHivemindError if there is none."""
+        if self._made_by is Way.STREAM or self._closed.is_set():
+            raise ConnectionError("libp2p carries the connection, or there is none any more")
+        return self._one_more(self._made_by)
+
     def give(self, sock: socket.socket) -> None:
         """A connection that the other peer, which cannot be dialled, has made for this peer to send on."""
         with self._changed:
@@ -220,14 +226,15 @@ class Reach:
     def _leads(self, way: Way) -> bool:
         """Whether that way does by now."""
         try:
-            with self._may_be_dialled():
-                introduction = self._introduce(self.peer, way is Way.INVITE)
-                if introduction.endpoints:
-                    sock, _ = self._dial(introduction, self._patience_s)
-                else:
-                    sock = self._await(self._patience_s)
-            close(sock)
+            close(self._one_more(way))
         except Exception as error:  # the peer is where it was, whatever this was
             log.debug("there is no better way to %s: %s", self.peer, why(error))
             return False
         return True
+
+    def _one_more(self, way: Way) -> socket.socket:
+        with self._may_be_dialled():
+            introduction = self._introduce(self.peer, way is Way.INVITE)
+            if introduction.endpoints:
+                return self._dial(introduction, self._patience_s)[0]
+            return self._await(self._patience_s)

@@ -20,6 +20,8 @@ SMOOTHING = 0.5
 #: of struct tcp_info (linux/tcp.h): bytes confirmed; microseconds with something to send; those of them in which the
 #: other end had no room
 _ACKED, _BUSY, _NO_ROOM, _BYTES = 120, 168, 176, 184
+#: the shortest round trip that was seen, in microseconds
+_ROUND_TRIP = 148
 
 
 class Speed:
@@ -52,11 +54,22 @@ class Speed:
 
 def sent(sock: socket.socket) -> tuple[int, float] | None:
     """Bytes that arrived at the other end, and the seconds that it took; None if the system does not say."""
+    if (info := _tcp_info(sock)) is None:
+        return None
+    acked, busy, no_room = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY, _NO_ROOM))
+    return acked, max(0.0, (busy - no_room) / 1e6)
+
+
+def round_trip_s(sock: socket.socket) -> float | None:
+    """Of the line alone, without what waits on it; None if the system does not say."""
+    if (info := _tcp_info(sock)) is None:
+        return None
+    return float(struct.unpack_from("=I", info, _ROUND_TRIP)[0]) / 1e6
+
+
+def _tcp_info(sock: socket.socket) -> bytes | None:
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     except (OSError, AttributeError):
         return None
-    if len(info) < _BYTES:
-        return None
-    acked, busy, no_room = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY, _NO_ROOM))
-    return acked, max(0.0, (busy - no_room) / 1e6)
+    return info if len(info) >= _BYTES else None
