@@ -43,6 +43,23 @@ def test_who_differs_from_most_is_told_once() -> None:
     assert compare(peers, 6, 1.0, 1.0, 1.0, 3.0)[3] == Difference(6, frozenset({"p0", "p1", "p2"}), like=True)
 
 
+def test_who_goes_back_to_an_earlier_step_of_another_lineage_still_compares() -> None:
+    peers = swarm("cpu", "cpu", "cpu")
+    for epoch in range(2, 2 * REMEMBERED + 4, 2):
+        compare(peers, epoch, 1.0, 1.0, 1.0)
+    assert compare(peers, 200, 1.0, 1.0, 2.0)[2] is not None
+    back = head(6, b"another")
+    for peer, value in zip(peers.values(), (1.0, 1.0, 3.0), strict=True):
+        assert peer.due(back)
+        peer.note(back, [torch.tensor(value)])
+        assert not peer.due(back)
+    for name, peer in peers.items():
+        for other in peers.values():
+            other.heard(name, peer.record())
+    found = [peer.difference() for peer in peers.values()]
+    assert found == [None, None, Difference(6, frozenset({"p0", "p1"}), like=True)]
+
+
 def test_of_two_exactly_one_gives_way() -> None:
     found = compare(swarm("cpu", "cpu"), 2, 1.0, 2.0)
     assert sorted(one is None for one in found) == [False, True]

@@ -39,6 +39,7 @@ class Trainee:
         self.averages: list[Tensor | None] = []
         self.commits: list[Commit] = []
         self.returns: list[str] = []
+        self.refusals = 0
         self._number, self.slow_s = 0, 0.0
 
     def give(self) -> Given:
@@ -62,6 +63,9 @@ class Trainee:
         self.commits.append(commit)
         self.averages.append(average)
         self.samples = 0
+
+    def refused(self) -> None:
+        self.refusals += 1
 
     def failed(self, reason: str) -> None:
         self.returns.append(reason)
@@ -220,6 +224,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(runs: lis
     expected = mean(given, {"a": 30, "c": 30})
     for trainee in run.trainees.values():
         assert torch.allclose(trainee.averages[0].double(), expected, rtol=1e-5, atol=1e-6)
+    assert {name: trainee.refusals for name, trainee in run.trainees.items()} == {"a": 0, "b": 1, "c": 0}
 
 
 def spoiled(given: Given) -> Given:

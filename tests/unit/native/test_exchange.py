@@ -137,6 +137,19 @@ def test_memory_that_was_given_for_a_plan_is_not_that_of_the_next() -> None:
     assert exchange.room_for_result(0, 0, owner, 4 * 512) is None
 
 
+def test_a_result_that_comes_twice_is_not_written_over() -> None:
+    plan = plan_of(SAMPLES, reducers="b")
+    mine = Exchange(LAYOUT, [Exact()] * 2, "a", random(0))
+    mine.begin(plan)
+    room = mine.room_for_result(0, 0, "b", 4 * 512)
+    assert room is not None
+    room[:] = memory_of(torch.ones(512))
+    mine.take(0, 0, "b", room)
+    assert mine.room_for_result(0, 0, "b", 4 * 512) is None
+    mine.begin(plan.without(frozenset(), frozenset("b")))  # of which it is another one
+    assert mine.room_for_result(0, 1, "b", 4 * 512) is not None
+
+
 def test_inputs_that_come_before_the_plan_take_no_more_memory_than_one_gradient() -> None:
     exchange = Exchange(LAYOUT, [Exact(), Exact()], "a", random(0))
     rooms = [exchange.room_for_input(chunk, peer, 4 * 512) for peer in "bcdef" for chunk in (0, 1)]

@@ -214,6 +214,17 @@ def test_a_commit_without_this_peer_leaves_its_gradients_until_they_are_too_old(
     assert gradients.samples == 0
 
 
+def test_what_nobody_can_use_is_not_given_again(gradients: Gradients) -> None:
+    add(gradients, float("nan"), 8)
+    gradients.give()
+    add(gradients, 1.0, 4)
+    assert (gradients.refused(), gradients.refused()) == (8, 0)
+    assert gradients.committed((), 1) == 0
+    contribution, values = given(gradients)
+    assert contribution.samples == 4
+    assert torch.equal(values, torch.ones(10))
+
+
 def test_discarding_forgets_what_no_round_has(gradients: Gradients) -> None:
     add(gradients, 1.0, 6)
     mine, _ = given(gradients)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of, shares
 from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.errors import SwarmError
 
 ROOT = Head.root("run", "founder")
 AVERAGE = torch.ones(3)
@@ -90,6 +93,31 @@ def test_an_error_of_the_rounds_thread_is_a_debt_and_what_was_given_comes_back(d
     assert not desk.handover.under_way
     assert desk.gradients.samples == 8
     assert desk.handover.take_failure() == "MemoryError: "
+
+
+def test_what_others_refuse_is_told_once_and_not_given_again(desk: Desk) -> None:
+    desk.add(8)
+    desk.give()
+    desk.handover.refused()
+    desk.commit()
+    assert (desk.handover.take_refused(), desk.handover.take_refused(), desk.handover.take_lost()) == (8, 0, 0)
+    assert desk.gradients.samples == 0
+
+
+def test_who_fails_in_round_after_round_ends_with_the_reason(desk: Desk) -> None:
+    for _ in range(2):
+        desk.add(8)
+        desk.handover.failed("ValueError: a codec's")
+        desk.commit()  # of the others
+        desk.handover.adopted(desk.tip)
+        desk.handover.check()
+    desk.add(8)
+    desk.commit(desk.give())
+    for _ in range(3):
+        desk.handover.check()
+        desk.handover.failed("ValueError: a codec's")
+    with pytest.raises(SwarmError, match=r"3 times in a row.*ValueError: a codec's"):
+        desk.handover.check()
 
 
 def test_a_step_says_what_is_averaged_and_how_much_of_it_is_this_peers(desk: Desk) -> None:
@@ -203,12 +231,17 @@ def test_more_steps_than_there_is_memory_for_wait_on_disk(few: Desk) -> None:
         head = commit.head
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["too many", "a full disk"])
-def test_more_than_there_is_room_for_are_a_debt(few: Desk, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 8
-    if full:
+def no_space(*_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("full", ["", "nearly", "since it was asked"])
+def test_more_than_there_is_room_for_are_a_debt(few: Desk, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 5 if full else 8
+    if full == "nearly":
         monkeypatch.setattr("lightning_hivemind.engine.native.spill.LEFT_BYTES", 1 << 60)
-        room = 5
+    elif full:
+        monkeypatch.setattr(os, "posix_fallocate", no_space)
     commits = [few.commit() for _ in range(room)]
     assert not few.handover.owes
     commits.append(few.commit())

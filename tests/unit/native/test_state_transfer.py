@@ -336,6 +336,38 @@ def test_a_donor_that_goes_half_way_is_replaced_by_the_others(office: Office, ho
     assert sum(office.ranges_of().values()) > RANGES, "nothing had to be asked for again"
 
 
+def test_a_range_that_is_lost_with_its_connection_is_asked_for_again_while_rounds_go_on(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its donor is not silent: chunks of rounds come from it."""
+    monkeypatch.setattr(download, "ASK_AGAIN_S", 0.3)
+    lost: list[int] = []
+
+    def loses_one(number: int) -> bytes | None:
+        if lost:
+            return None
+        lost.append(number)
+        return b""
+
+    over = threading.Event()
+
+    def rounds() -> None:
+        while not over.wait(0.02):
+            office.downloads.moved("a", Header(kind=Kind.RESULT, round=b"r" * 16, length=1))
+
+    office.add_rogue("a", honest("a", snapshot(1), instead=loses_one))
+    busy = threading.Thread(target=rounds)
+    busy.start()
+    try:
+        found = office.fetch(timeout_s=20.0)
+    finally:
+        over.set()
+        busy.join()
+    assert found is not None
+    assert torch.equal(found[1], snapshot(1).memory)
+    assert lost
+
+
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
 def test_the_only_donor_goes_half_way(office: Office, how: str) -> None:
     def goes(number: int) -> bytes | None:

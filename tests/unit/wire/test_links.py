@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_hivemind.engine.native.wire import lanes
+from lightning_hivemind.engine.native.wire import links as links_module
 from lightning_hivemind.engine.native.wire import reach as reach_module
 from lightning_hivemind.engine.native.wire.connection import close, wake
 from lightning_hivemind.engine.native.wire.dial import dial
@@ -537,3 +538,24 @@ def test_a_peer_that_libp2p_does_not_carry_either_is_lost(town: City) -> None:
     one.send("other", Header(kind=Kind.INPUT, length=2), (b"hi",))
     wait_for(lambda: town.ledgers["one"].losses, "the loss")
     assert town.ledgers["one"].losses[0][0] == "other"
+
+
+def test_who_sends_garbage_all_day_is_told_of_once(town: City, caplog: pytest.LogCaptureFixture) -> None:
+    town.settle("first")
+    for _ in range(3):
+        with socket.create_connection(town.ports["first"], timeout=WAIT_S) as stranger:
+            stranger.sendall(bytes(200))
+            with contextlib.suppress(OSError):
+                while stranger.recv(1000):
+                    pass
+        wait_for(lambda: not town.links["first"]._inlets, "it is gone")
+    told = [record for record in caplog.records if "a connection of a stranger was closed" in record.message]
+    assert len(told) == 1
+
+
+def test_tokens_that_nobody_uses_do_not_pile_up(town: City) -> None:
+    links = town.settle("first")
+    tokens = [links.expect("second") for _ in range(200)]
+    links.expect("third")
+    assert len(links._expected) == links_module.MOST_TOKENS + 1
+    assert tokens[-1] in links._expected

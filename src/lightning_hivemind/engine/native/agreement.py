@@ -105,7 +105,7 @@ class Agreement:
                 decided = 2 * votes[right] > len(self._kinds) or digests.keys() >= self._kinds.keys()
                 if self._me not in digests or len(digests) == 1 or not decided:
                     continue
-                if digests[self._me] == right or (self._judged is not None and place[0] <= self._judged[0]):
+                if digests[self._me] == right or place == self._judged:
                     return None
                 self._judged = place
                 peers = frozenset(peer for peer, digest in digests.items() if digest == right)
@@ -115,7 +115,7 @@ class Agreement:
     def _take(self, peer: PeerId, place: tuple[int, bytes], digest: bytes) -> None:
         self._found.setdefault(place, {})[peer] = digest
         while len(self._found) > REMEMBERED:
-            self._found.pop(min(self._found))
+            self._found.pop(next(iter(self._found)))
 
 
 def _is_comparison(value: Any) -> bool:

@@ -215,8 +215,7 @@ class Driver:
                 self._see_to(event)
             except Exception as error:
                 log.exception("an event of the rounds' thread failed: leaving the round, and taking a state")
-                self._leave()
-                self._training.failed(f"{type(error).__name__}: {error}")
+                self._fail(f"{type(error).__name__}: {error}")
 
     def _see_to(self, event: Callable[[float], None]) -> None:
         event(self._now())
@@ -268,6 +267,14 @@ class Driver:
         """This peer is in no round."""
         self._given, self._called, self._members = None, None, frozenset()
 
+    def _fail(self, reason: str) -> None:
+        """Leave everything; the others hear so with the next event."""
+        for round_id in list(self._exchanges):
+            self._end_exchange(round_id)
+        self._leave()
+        self._training.failed(reason)
+        self._peer.leave(reason, time.monotonic())
+
     def _carry_out(self) -> None:
         while actions := self._peer.take():
             for action in actions:
@@ -294,6 +301,8 @@ class Driver:
                 if (exchange := self._exchanges.get(plan.round)) is not None:
                     exchange.begin(plan)
                     self._members = frozenset(plan.members)
+                    if exchange.gives and self._peer.me not in plan.contributors:
+                        self._training.refused()
             case SendInput():
                 self._send_input(action)
             case Reduce():

@@ -192,6 +192,7 @@ class NativeEngine:
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():
             self._check_processes()
+            handover.check()
             while (step := self._next_step(handover)) is not None:
                 self._apply(step)
                 committed = True
@@ -199,6 +200,8 @@ class NativeEngine:
             if lost:
                 self._reports.lost(self.epoch, lost, left_behind=handover.owes)
                 lost = 0
+            if refused := handover.take_refused():
+                self._reports.refused(self.epoch, refused)
             if handover.owes and not handover.settle(self._head):
                 self._owe()
                 continue

@@ -5,6 +5,7 @@ No thread, no socket: the driver calls it, and puts the memory that it names und
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -53,8 +54,11 @@ class Exchange:
         self._plan: Plan | None = None
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
         #: of inputs that may come before the plan: there is one encoded gradient in all, shared out among the owners
+        self._early = threading.Lock()
         self._early_bytes = sum(codec.size_bytes(layout.size(chunk)) for chunk, codec in enumerate(codecs))
         self._reduced: dict[int, tuple[memoryview, int]] = {}
+        #: versions of the results that are here
+        self._taken: dict[int, int] = {}
         #: what codecs have left out of this peer's contribution, and of the averages of chunks that it has reduced
         self._leaves_out = any(codec.leaves_out for codec in codecs)
         self._unsent = self._memory.floats(layout.elements if self._leaves_out else 0).zero_()
@@ -75,6 +79,11 @@ class Exchange:
                 result[self._layout.span(chunk)] = self.result[self._layout.span(chunk)]
         # in this order, and read in the other one: what a connection reads for the plan before never lands here
         self._plan, self.result = plan, result
+
+    @property
+    def gives(self) -> bool:
+        """Whether this peer offered a contribution."""
+        return self._given is not None
 
     @property
     def begun(self) -> bool:
@@ -113,9 +122,10 @@ class Exchange:
         if plan is not None and (plan.owners[chunk] != self._me or peer not in plan.contributors):
             return None
         if plan is None:
-            self._early_bytes -= length
-            if self._early_bytes < 0:
-                return None  # asked for again, if it is wanted
+            with self._early:
+                if length > self._early_bytes:
+                    return None  # asked for again, if it is wanted
+                self._early_bytes -= length
         return memory_of(self._memory.bytes(length))
 
     def keep(self, chunk: int, peer: PeerId, data: memoryview) -> None:
@@ -175,6 +185,8 @@ class Exchange:
         result, plan = self.result, self._plan
         if plan is not None and not plan.wants(chunk, version, peer):
             return None
+        if self._taken.get(chunk) == version:
+            return None  # sent again though it was here, and its digest has been counted
         if isinstance(self._codecs[chunk], Exact) and plan is not None:
             return memory_of(result[self._layout.span(chunk)])
         return memory_of(self._memory.bytes(length))
@@ -183,6 +195,7 @@ class Exchange:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
         if self._plan is None or self._plan.wants(chunk, version, peer):
             self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
+            self._taken[chunk] = version
 
     def left_out(self, commit: Commit, *, complete: bool) -> Tensor | None:
         """What is to be added to what this peer gives next, once the round has ended in ``commit``.

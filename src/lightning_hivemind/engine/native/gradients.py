@@ -198,6 +198,12 @@ class Gradients:
                 self._take_back(self._given[1])
                 self._given = None
 
+    def refused(self) -> int:
+        """What was given cannot be used: it is dropped, and not given again. Returns its samples."""
+        with self._lock:
+            given, self._given = self._given, None
+            return given[1].samples if given is not None else 0
+
     def counted(self, listed: Collection[Contribution]) -> Tensor | None:
         """With ``local_step``: the changes of this peer that are in a commit which lists these; None if none are."""
         with self._lock:

@@ -19,6 +19,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.seam import Given
 from lightning_hivemind.engine.native.spill import on_disk
+from lightning_hivemind.errors import SwarmError
 
 #: memory for averages that wait for the training thread; more of them wait on disk
 WAITING_BYTES = 1 << 30
@@ -27,6 +28,8 @@ MOST_WAITING = 64
 WHILE_FETCHING = 1e-6
 #: a peer that is further behind takes a whole state
 MOST_ON_DISK = 1000
+#: of this peer's own, with a state after each
+MOST_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,10 @@ class Handover:
         self.changed = threading.Condition()
         self._steps: deque[Step] = deque()
         self._head: Head | None = None
-        self._lost = 0
+        self._lost = self._refused = 0
         self._failure: str | None = None
+        #: why its own part in rounds went wrong, since it was in a commit
+        self._failures: list[str] = []
         self._began = 0.0
         #: since when no batch could begin for rounds
         self._since: float | None = None
@@ -120,6 +125,8 @@ class Handover:
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
             self._head, self.under_way, self._since, self._failure = commit.head, False, None, None
             self._lost += lost
+            if listed:
+                self._failures.clear()
             self._note_stop(commit)
             if average is None or not follows:
                 self._steps.clear()
@@ -141,8 +148,15 @@ class Handover:
                 self._note_stop(commit)
             self.changed.notify_all()
 
+    def refused(self) -> None:
+        refused = self._gradients.refused()
+        with self.changed:
+            self._refused += refused
+
     def failed(self, reason: str) -> None:
         self.returned(reason, begun=True)
+        with self.changed:
+            self._failures.append(reason)
         self.owe()
 
     def adopted(self, head: Head) -> None:
@@ -242,6 +256,21 @@ class Handover:
         with self.changed:
             lost, self._lost = self._lost, 0
             return lost
+
+    def take_refused(self) -> int:
+        """The same for those that others could not use."""
+        with self.changed:
+            refused, self._refused = self._refused, 0
+            return refused
+
+    def check(self) -> None:
+        """Raises SwarmError if this peer's own part in rounds goes wrong again and again."""
+        with self.changed:
+            if len(self._failures) >= MOST_FAILURES:
+                raise SwarmError(
+                    f"this peer's part in a round failed {len(self._failures)} times in a row, and would again:"
+                    f" {self._failures[-1]} (the log has all of it). Parameters are those of the last global step."
+                )
 
     def take_failure(self) -> str | None:
         """Why the last round came to nothing, once."""

@@ -87,6 +87,11 @@ class Reports:
         reason = LEFT_BEHIND if left_behind else old
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
 
+    def refused(self, epoch: int, samples: int) -> None:
+        """Samples of this peer whose gradient another one could not use."""
+        reason = "the sum of their gradients, or of all peers', is not finite"
+        self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
+
     def differed(self, found: Difference) -> None:
         unlike = "they are of another kind of device or torch, and round otherwise"
         reason = "of the same kind: something else than steps has changed them" if found.like else unlike

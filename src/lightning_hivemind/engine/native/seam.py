@@ -44,6 +44,9 @@ class Training(Protocol):
         ``left_out``: see :meth:`.Exchange.left_out`.
         """
 
+    def refused(self) -> None:
+        """What was given last cannot be used, as a member found: it is in no step, and must not be given again."""
+
     def failed(self, reason: str) -> None:
         """An error in the driver, and perhaps a step with it: as :meth:`returned`, and a state is to be fetched."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import shutil
 import tempfile
 
@@ -16,12 +17,18 @@ LEFT_BYTES = 2 << 30
 def on_disk(values: Tensor) -> Tensor | None:
     """A copy, float32 CPU (elements,), in a file of the temporary directory, which goes when the tensor goes.
 
-    None where there is no room for it.
+    None where there is no room for it. (The room is taken at once: writing to memory on a full disk is no error but the
+    end of the process.)
     """
     size = 4 * values.numel()
     if not size or shutil.disk_usage(tempfile.gettempdir()).free < size + LEFT_BYTES:
         return None
     with tempfile.TemporaryFile(prefix="lightning-hivemind-") as file:
         file.truncate(size)
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError:
+                return None
         memory = mmap.mmap(file.fileno(), size)
     return torch.frombuffer(memory, dtype=torch.float32).copy_(values)

@@ -219,6 +219,11 @@ class Peer:
         self._rounds.leadership.suspended(now)
         self._settle(now)
 
+    def leave(self, reason: str, now: float) -> None:
+        """Get out of any round, and say so: this peer cannot go on in it."""
+        self._rounds.leave(reason, now)
+        self._settle(now)
+
     # ------------------------------------------------------------------ what other peers say
 
     def receive(self, sender: PeerId, message: Message, now: float) -> None:

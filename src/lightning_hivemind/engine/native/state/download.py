@@ -43,6 +43,7 @@ STAGGER_S = 1.0
 DESCRIPTION_S = 300.0
 #: once there is a description that is not enough, how much longer the other donors' are waited for
 PATIENCE_S = 0.3
+#: a question, or its answer, may be lost with a connection that breaks
 ASK_AGAIN_S = 15.0
 
 Reader = Callable[[memoryview], Description]
@@ -74,7 +75,9 @@ class _Attempt:
     #: those that have come, and from whom; how many were not found to be right yet
     unchecked: list[tuple[PeerId, int, memoryview]] = field(default_factory=list)
     left: int = 0
+    #: when anything came of each last, and when something of this download did, or was asked for
     moved_at: dict[PeerId, float] = field(default_factory=dict)
+    came_at: dict[PeerId, float] = field(default_factory=dict)
     #: something has come, or somebody has gone, since the training thread looked
     news: bool = False
 
@@ -222,7 +225,6 @@ class Downloads:
             asks = attempt.spare[: None if hurries else 1] if due else []
             del attempt.spare[: len(asks)]
             attempt.asked_at = now if asks else attempt.asked_at
-            # a question may be lost with a connection that is made again
             asks += [donor for donor, at in attempt.asked.items() if now - at > ASK_AGAIN_S]
             attempt.asked.update(dict.fromkeys(asks, now))
         for donor in asks:
@@ -264,7 +266,11 @@ class Downloads:
                     continue
                 expected = attempt.expected.setdefault(donor, set())
                 if not expected:
-                    attempt.moved_at[donor] = now
+                    attempt.moved_at[donor] = attempt.came_at[donor] = now
+                elif now - attempt.came_at[donor] > ASK_AGAIN_S:
+                    # with a connection that was made again; what its donor is still sending is not sent twice
+                    attempt.came_at[donor] = now
+                    asks += [(donor, WantsRange(offer.key, number)) for number in sorted(expected)]
                 has = (number for number in attempt.missing if offer.ranges[number] == chosen.ranges[number])
                 wanted = WINDOW - len(expected) if len(attempt.unchecked) < MOST_UNCHECKED else 0
                 for number in list(itertools.islice(has, wanted)):
@@ -339,7 +345,9 @@ class Downloads:
         """Something is arriving, be it a chunk of a round: its line is busy, and it is not silent."""
         attempt = self._attempt
         if attempt is not None:
-            attempt.moved_at[peer] = time.monotonic()
+            attempt.moved_at[peer] = now = time.monotonic()
+            if header.round == attempt.number:
+                attempt.came_at[peer] = now
 
     def arrived(self, peer: PeerId, header: Header, payload: memoryview) -> None:
         """All of it is where :meth:`room` said."""

@@ -36,6 +36,9 @@ HANDSHAKE_S = 10.0
 #: connections that have not said who they are, at most: for one more, the oldest goes
 STRANGERS = 64
 ACCEPT_AGAIN_S = 0.5
+WARN_AGAIN_S = 60.0
+#: of one peer that have not been used
+MOST_TOKENS = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +89,7 @@ class Links:
         self._listener: socket.socket | None = None
         self._inviting: set[PeerId] = set()
         self._speed = Speed()
+        self._warned: dict[tuple[str, str], float] = {}
         self._closed = False
 
     # ------------------------------------------------------------------ the way in
@@ -107,6 +111,9 @@ class Links:
         token, now = secrets.token_bytes(TOKEN_BYTES), time.monotonic()
         with self._lock:
             self._expected = {known: one for known, one in self._expected.items() if one.until > now}
+            of_peer = [known for known, one in self._expected.items() if one.peer == peer]
+            for oldest in of_peer[: max(0, len(of_peer) + 1 - MOST_TOKENS)]:
+                del self._expected[oldest]
             self._expected[token] = _Expected(peer, now + 3 * HANDSHAKE_S)
         return token
 
@@ -207,10 +214,7 @@ class Links:
         if self._closed:
             return
         if not isinstance(error, OSError):
-            unforeseen = None if isinstance(error, WireError) else error
-            log.warning(
-                "a connection of %s was closed: %s", inlet.peer or "a stranger", why(error), exc_info=unforeseen
-            )
+            self._warn(inlet.peer or "a stranger", error)
         if inlet.peer is None or replaced:
             return
         if isinstance(error, TimeoutError):
@@ -220,6 +224,17 @@ class Links:
             self._sink.lost(inlet.peer, why(error))
         else:
             self.send(inlet.peer, Header(kind=Kind.PING))  # it connects again, or this finds that it is dead
+
+    def _warn(self, who: str, error: Exception) -> None:
+        """Once a minute of the same: who sends garbage may do so all day."""
+        reason, now = why(error), time.monotonic()
+        with self._lock:
+            self._warned = {one: at for one, at in self._warned.items() if now - at < WARN_AGAIN_S}
+            if (who, reason) in self._warned:
+                return
+            self._warned[who, reason] = now
+        unforeseen = None if isinstance(error, WireError) else error
+        log.warning("a connection of %s was closed: %s", who, reason, exc_info=unforeseen)
 
     def _handshake(self, inlet: _Inlet) -> None:
         tune(inlet.sock, HANDSHAKE_S)
