@@ -34,6 +34,10 @@ class Namespace:
         ):
             run("ip", "-n", self.name, "rule", *rule)
 
+    def cable(self, number: int, *, plugged: bool) -> None:
+        """Pull that one out, or plug it in again: nothing is answered meanwhile, and nothing closed."""
+        run(*self.command("ip", "link", "set", f"cable{number}", "up" if plugged else "down"))
+
     def enter(self) -> None:
         """From now on this process, and what it starts, has this network. It must have one thread only."""
         with open(f"/run/netns/{self.name}", "rb") as network:

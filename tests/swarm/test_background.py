@@ -35,8 +35,9 @@ def test_overlapping_everything_trains_both_peers_at_one_rate(swarm: Swarm) -> N
         assert distance(peer.parameters(-1), peer.parameters(0)) > 1e-3
     averaged = "DelayedRoundFinished" if swarm.engine == "hivemind" else "EpochCommitted"
     assert any(event["contributors"] == 2 for peer in peers for event in peer.said(averaged))
-    # after the fit everything that was delayed is in the parameters; what is left is the last state round
-    assert distance(peers[0].parameters(-1), peers[1].parameters(-1)) < 1e-2
+    # after the fit everything that was delayed is in the parameters; hivemind's last state round is left
+    bound = 1e-2 if swarm.engine == "hivemind" else 0.0
+    assert distance(peers[0].parameters(-1), peers[1].parameters(-1)) <= bound
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,27 @@ class TestNative:
                 assert len(loaded) == len(set(loaded)), "it has fetched what it had"
             assert together(peers)[-20:] == list(range(steps - 19, steps + 1)), "no step without one of them"
 
+    def test_who_is_cut_off_goes_on_alone_and_with_the_others_once_they_meet_again(self, swarm: Swarm) -> None:
+        with star_of_namespaces() as (middle, left, right):
+            places = [{"network": space.name} for space in (middle, left, right)]
+            peers = swarm.start(3, peers=places, trainer=ENDLESS, delay_s=0.05)
+            first, alone, other = peers
+            first.wait_until(lambda: len(together(peers)) >= 3, timeout_s=60, what="three steps of all")
+            middle.cable(0, plugged=False)
+            before = max(max(peer.commits) for peer in peers)
+            for peer in peers:
+                peer.wait_epoch(before + 5, timeout_s=60)
+            digests = [{one["epoch"]: one["digest"] for one in peer.said("step")} for peer in peers]
+            assert digests[0][before + 3] == digests[2][before + 3] != digests[1][before + 3]
+            loaded = [len(peer.said("StateLoaded")) for peer in peers]
+            middle.cable(0, plugged=True)
+            alone.wait_until(lambda: len(alone.said("StateLoaded")) > loaded[1], timeout_s=90, what="they have met")
+            epoch = alone.said("StateLoaded")[-1]["epoch"]
+            alone.wait_until(lambda: together(peers)[-1] > epoch, timeout_s=60, what="all three in one step")
+            epoch = together(peers)[-1]
+            assert len({peer.wait_epoch(epoch).digest for peer in peers}) == 1
+            assert [len(peer.said("StateLoaded")) for peer in (first, other)] == [loaded[0], loaded[2]]
+
     def test_two_peers_that_have_forwarded_the_port_of_libp2p_only_train_all_the_same(self, swarm: Swarm) -> None:
         port = 31_337
         with joined_namespaces() as spaces:

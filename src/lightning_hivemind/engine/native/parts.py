@@ -66,6 +66,28 @@ def overlaps(arguments: Arguments) -> bool:
     return bool(averaged)
 
 
+def limits(arguments: Arguments, run: str, layout: Layout) -> Settings:
+    """What the user's arguments mean for rounds."""
+    return Settings(
+        run=run,
+        target_samples=arguments.target_batch_size,
+        chunks=layout.chunks,
+        min_group_size=(arguments.averager_opts or {}).get("min_group_size", 1),
+        matchmaking_s=arguments.matchmaking_time,
+        stall_s=arguments.next_chunk_timeout,
+        detect_s=DETECT_S,
+        round_s=arguments.allreduce_timeout,
+        lives_s=3 * AGAIN_S,
+    )
+
+
+def longest_wait_s(arguments: Arguments) -> float:
+    """How long a peer that is called may finish its batch first: it has then what the round is to have."""
+    # (what is summed in place can be given between two batches only)
+    waits = arguments.reuse_grad_buffers or not overlaps(arguments)
+    return 0.8 * float(arguments.matchmaking_time) if waits else 0.0
+
+
 def make_low_rank(arguments: Arguments, stepper: Stepper, memory: Memory) -> LowRank | None:
     """PowerSGD, if it was asked for."""
     wanted = read_factory(arguments.grad_averager_factory)
@@ -102,21 +124,8 @@ def build(
     coded = [*coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), (gradients.marks, Exact())]
     codecs = per_chunk(coded, layout.spans)
     me, reduces = network.peer_id, not arguments.client_mode
-    settings = Settings(
-        run=run,
-        target_samples=arguments.target_batch_size,
-        chunks=layout.chunks,
-        min_group_size=(arguments.averager_opts or {}).get("min_group_size", 1),
-        matchmaking_s=arguments.matchmaking_time,
-        stall_s=arguments.next_chunk_timeout,
-        detect_s=DETECT_S,
-        round_s=arguments.allreduce_timeout,
-        lives_s=3 * AGAIN_S,
-    )
-    # (what is summed in place can be given between two batches only)
-    waits = arguments.reuse_grad_buffers or not overlaps(arguments)
-    waits_s = 0.8 * arguments.matchmaking_time if waits else 0.0
-    pace = Pace(arguments.target_batch_size, longest_s=waits_s)
+    settings = limits(arguments, run, layout)
+    pace = Pace(arguments.target_batch_size, longest_s=longest_wait_s(arguments))
     handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)
     certificate = None if arguments.insecure_lan else Certificate.create()
