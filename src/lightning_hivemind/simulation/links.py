@@ -8,8 +8,9 @@ The model, in order of what it leaves out:
 * *Messages pass data.* They wait only for other messages, and take their share of the line from the data behind them.
 * *Loss slows a connection down*: to at most 1.22 x 1460 bytes / (round trip x sqrt(loss)), Mathis et al. 1997,
   doi:10.1145/263932.264023. Measured with cubic at 100 Mbit/s, 50 ms, 0.1%: 7 Mbit/s; the formula gives 9. A pair has
-  several where its line is long (``wire.lanes``). Where the kernel offers BBR the engine asks for it, and does better.
-  A message that loses a packet comes a round trip and 0.2 s later. Nothing is lost altogether: that is what TCP is for.
+  several where its line is long and bad (``wire.lanes``). Where the kernel offers BBR the engine asks for it, and does
+  better. A message that loses a packet comes a round trip and 0.2 s later. Nothing is lost altogether: that is what
+  TCP is for.
 * *Two peers that cannot be dialled do not reach one another.*
 
 Headers of TCP, IP and TLS, connections' start-up, queues in routers and the rest of the household are left out.
@@ -21,7 +22,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from lightning_hivemind.engine.native.wire.lanes import useful
+from lightning_hivemind.engine.native.wire.lanes import LOSSY, useful
 
 PeerId = str
 SEGMENT_BYTES = 1460
@@ -113,4 +114,5 @@ def _pair_rate(source: Wire, target: Wire, others: int) -> float:
     round_trip_s, loss = 2 * (source.latency_s + target.latency_s), source.loss + target.loss
     if not (loss and round_trip_s):
         return math.inf
-    return useful(round_trip_s, others) * MATHIS * SEGMENT_BYTES / (round_trip_s * math.sqrt(loss))
+    connections = useful(round_trip_s, others) if loss > LOSSY else 1
+    return connections * MATHIS * SEGMENT_BYTES / (round_trip_s * math.sqrt(loss))

@@ -129,6 +129,34 @@ def test_who_takes_a_state_tells_everybody_so() -> None:
     assert [type(action.message) for action in client.take() if isinstance(action, Send)] == [Progress]
 
 
+def test_who_missed_a_step_does_not_make_the_next_without_those_that_it_cannot_reach() -> None:
+    """It takes its state, and whoever told it so stands there, too, though a record says otherwise for seconds.
+
+    Else it would lead the next round itself, with the one in the middle only; then the other would miss that one, and
+    both would make every second step alone, for good.
+    """
+    table = Table(["left", "middle", "right"], SETTINGS)
+    ends = {"left", "right"}
+    for one, other in (("left", "right"), ("right", "left")):
+        for stamp in (1.0, 2.0):  # lost, and alive all the same: twice, so there is no way to it
+            table.peers[one].lost(other, 0.0)
+            table.peers[one].saw(other, Place(head=table.peers[one].head, samples=0, stamp=stamp, cuts=1), 0.0)
+        assert table.peers[one].cut == (other,)
+    table.hold = lambda sender, receiver, what: {sender, receiver} == ends or "right" in (sender, receiver)
+    table.train(left=16)
+    table.wait(SETTINGS.matchmaking_s + 1.0)
+    (missed,) = table.applied["left"]
+    table.hold = lambda sender, receiver, what: {sender, receiver} == ends
+    table.wait(1.0)
+    assert [name for name, action in table.done if isinstance(action, CatchUp)] == ["right"]
+    table.peers["right"].adopt(missed.head, (), table.now)
+    table.flow()
+    table.train(left=0, right=16)
+    table.wait(1.0)
+    assert [commits[-1].head.epoch for commits in table.applied.values()] == [2, 2, 2]
+    assert table.applied["left"][-1] == table.applied["right"][-1]
+
+
 def test_who_follows_says_that_it_has_no_samples_there() -> None:
     table = three()
     table.train(a=8)

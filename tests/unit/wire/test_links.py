@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
+from lightning_hivemind.engine.native.wire.speed import Line
 from lightning_hivemind.errors import WireError
 from swarm.town import WAIT_S, Town, wait_for
 
@@ -181,10 +183,18 @@ def test_a_chunk_that_waits_is_not_sent_twice_and_not_at_all_once_its_round_is_o
     wait_for(lambda: len(slow.frames) == 5, "it once more")
 
 
-@pytest.fixture
-def long_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "round_trip_s", lambda sock: 0.1)
-    monkeypatch.setattr(lanes, "minds_losses", lambda sock: True)
+@pytest.fixture(params=[0.001])
+def long_line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 ms, on which such a share of packets is lost."""
+    packets = itertools.count(0, 100_000)
+
+    def line_of(sock: socket.socket) -> Line:
+        sent = next(packets)
+        return Line(round_trip_s=0.1, packets=sent, lost=int(request.param * sent))
+
+    monkeypatch.setattr(lanes, "line_of", line_of)
+    monkeypatch.setattr(lanes, "has_bbr", lambda sock: False)
+    monkeypatch.setattr(lanes, "AGAIN_S", 0.1)
 
 
 def send_until(town: City, condition: Callable[[list[socket.socket]], bool], *, again: bool = False) -> int:
@@ -240,18 +250,34 @@ def test_one_of_many_connections_may_break(town: City) -> None:
     assert town.ledgers["first"].losses == town.ledgers["second"].losses == []
 
 
-@pytest.mark.usefixtures("long_line")
 def test_many_peers_share_the_line_already() -> None:
-    with socket.socket() as sock:
-        assert [lanes.wanted(sock, outlets) for outlets in (1, 2, 5, 100)] == [lanes.MOST, lanes.MOST // 2, 1, 1]
+    assert [lanes.useful(0.1, outlets) for outlets in (1, 2, 5, 100)] == [lanes.MOST, lanes.MOST // 2, 1, 1]
+    assert [lanes.useful(round_trip_s, 1) for round_trip_s in (0.0, 0.009, 0.035)] == [1, 1, 4]
+
+
+@pytest.mark.usefixtures("long_line")
+@pytest.mark.parametrize("long_line", [0.0, 1e-4], indirect=True)
+def test_one_connection_fills_a_long_line_that_loses_nothing(town: City) -> None:
+    stays_alone(town)
+
+
+@pytest.mark.usefixtures("long_line")
+def test_one_connection_fills_a_line_with_bbr(town: City, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "has_bbr", lambda sock: True)
+    stays_alone(town)
 
 
 def test_a_short_line_needs_one_connection(town: City) -> None:
+    stays_alone(town)
+
+
+def stays_alone(town: City) -> None:
     town.settle("first")
     town.settle("second")
-    send_until(town, lambda connections: len(connections) == 1)
-    time.sleep(0.2)
-    send_until(town, lambda connections: len(connections) == 1)
+    for _ in range(5):
+        town.ledgers["second"].frames.clear()
+        send_until(town, lambda connections: len(connections) == 1)
+        time.sleep(0.1)
 
 
 def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: City) -> None:

@@ -243,8 +243,7 @@ class Peer:
                     self._roster.told(message.swarm_samples)
                     leadership.on_progress(sender)
             case Call():
-                if sender != self.me and not self._roster.knows(sender):
-                    self._note(sender, message.head, 0)
+                self._stands(sender, message.head)
                 self._roster.cuts_of(sender, message.cuts)
                 rounds.on_call(sender, message, now)
             case Join():
@@ -279,6 +278,7 @@ class Peer:
                 if (inquiry := rounds.inquiry(message.round)) is not None:
                     inquiry.still_on(sender)
             case News():
+                self._stands(sender, message.head)
                 self._on_news(sender, message, now)
             case Probe():
                 self._roster.cuts_of(sender, message.cuts)
@@ -305,6 +305,11 @@ class Peer:
 
     def _note(self, peer: PeerId, head: Head, samples: int) -> None:
         self._roster.note(peer, head, samples, outdated=self._standing.outdated(head))
+
+    def _stands(self, peer: PeerId, head: Head) -> None:
+        """It says where, but not with how many samples. (Its record says so seconds later.)"""
+        if not self._roster.stands(peer, head):
+            self._note(peer, head, 0)
 
     def _probe(self, peer: PeerId, *, asks: bool) -> None:
         cuts = len(set(self._roster.cut) - {peer})

@@ -149,8 +149,9 @@ class Roster:
 
     # ------------------------------------------------------------------ what follows from it
 
-    def knows(self, peer: PeerId) -> bool:
-        return peer in self._seen
+    def stands(self, peer: PeerId, head: Head) -> bool:
+        """Whether it is known to stand there."""
+        return peer in self._seen and self._seen[peer].head == head
 
     def reduces(self, peer: PeerId) -> bool:
         """Whether all others can reach it."""

@@ -37,12 +37,12 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
 
 
-def minds_losses(sock: socket.socket) -> bool:
-    """Whether a lost packet slows this connection down for long."""
+def has_bbr(sock: socket.socket) -> bool:
+    """Whether :func:`tune` got it: a lost packet does not slow this connection down."""
     try:
-        return not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
     except (OSError, AttributeError):
-        return True
+        return False
 
 
 def wake(sock: socket.socket) -> None:

@@ -1,8 +1,9 @@
-"""More connections to one peer, where the line to it is long.
+"""More connections to one peer, where the line to it is long and loses packets.
 
 A connection takes a packet that is lost for a sign that the line is full, and slows down; how soon it is as fast as
 before depends on how long an answer takes. So a long line on which a packet in a thousand is lost is nearly empty,
-unless several connections share it.
+unless several connections share it. (With BBR, which a kernel may not have, one fills it.) Where nothing is lost
+several are slower than one, as each has to find out how fast it may be.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import close, minds_losses, why
+from lightning_hivemind.engine.native.wire.connection import close, has_bbr, why
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
-from lightning_hivemind.engine.native.wire.speed import round_trip_s
+from lightning_hivemind.engine.native.wire.speed import Line, line_of
 from lightning_hivemind.errors import LightningHivemindError
 
 log = logging.getLogger("lightning_hivemind")
 
-#: a connection for each of these of a round trip, and at most so many; where losses matter, and where they do not
+#: a connection for each of these of a round trip, and at most so many
 STEP_S, MOST = 0.010, 8
-CALM_STEP_S, MOST_CALM = 0.025, 4
-#: between two looks at the round trip, or attempts to connect
+#: share of packets that is many, of how many it is judged, how often in a row: a full line loses some, too
+LOSSY, PACKETS, IN_A_ROW = 3e-4, 2000, 3
+#: between two looks at the line, or attempts to connect
 AGAIN_S = 1.0
 
 
@@ -41,6 +43,9 @@ class Lanes:
         self._connections: list[socket.socket] = []
         self._connecting = False
         self._again_at = 0.0
+        #: as of the last judgement, and how many in a row have found losses
+        self._line: Line | None = None
+        self._lossy = 0
 
     @property
     def connections(self) -> list[socket.socket]:
@@ -53,7 +58,7 @@ class Lanes:
         with self._lock:
             if self._connecting or now < self._again_at:
                 return
-            if 1 + len(self._connections) >= wanted(first, self._outlets()):
+            if 1 + len(self._connections) >= self._wanted(first):
                 self._again_at = now + AGAIN_S
                 return
             self._connecting = True
@@ -77,14 +82,19 @@ class Lanes:
                 self._connections.remove(sock)
             close(sock)
 
+    def _wanted(self, first: socket.socket) -> int:
+        """How many connections make full use of the line that this one goes over."""
+        line, before = line_of(first), self._line
+        if line is None or has_bbr(first):
+            return 1
+        if before is None or line.packets < before.packets:  # another connection
+            self._line, before = line, line
+        elif (packets := line.packets - before.packets) >= PACKETS:
+            self._line = line
+            self._lossy = self._lossy + 1 if line.lost - before.lost > LOSSY * packets else 0
+        return useful(line.round_trip_s, self._outlets()) if self._lossy >= IN_A_ROW else 1
 
-def wanted(sock: socket.socket, outlets: int) -> int:
-    """How many connections make full use of the line that this one goes over, when it is shared by ``outlets``."""
-    round_trip = round_trip_s(sock)
-    return useful(round_trip, outlets, minds_losses=minds_losses(sock)) if round_trip is not None else 1
 
-
-def useful(round_trip: float, outlets: int, *, minds_losses: bool = True) -> int:
-    """The same for a line of which this is known; ``round_trip`` in seconds."""
-    step_s, most = (STEP_S, MOST) if minds_losses else (CALM_STEP_S, MOST_CALM)
-    return max(1, min(most, 1 + int(round_trip / step_s)) // max(1, outlets))
+def useful(round_trip_s: float, outlets: int) -> int:
+    """How many connections make full use of a line that loses packets, when it is shared by ``outlets``."""
+    return max(1, min(MOST, 1 + int(round_trip_s / STEP_S)) // max(1, outlets))

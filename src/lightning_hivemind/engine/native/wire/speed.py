@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 #: bytes per second from which on lines are taken for equally fast; also of those of which nothing is known
@@ -20,8 +21,8 @@ SMOOTHING = 0.5
 #: of struct tcp_info (linux/tcp.h): bytes confirmed; microseconds with something to send; those of them in which the
 #: other end had no room
 _ACKED, _BUSY, _NO_ROOM, _BYTES = 120, 168, 176, 184
-#: the shortest round trip that was seen, in microseconds
-_ROUND_TRIP = 148
+#: packets sent again; the shortest round trip that was seen, in microseconds; packets with data
+_LOST, _ROUND_TRIP, _PACKETS = 100, 148, 156
 
 
 class Speed:
@@ -60,11 +61,21 @@ def sent(sock: socket.socket) -> tuple[int, float] | None:
     return acked, max(0.0, (busy - no_room) / 1e6)
 
 
-def round_trip_s(sock: socket.socket) -> float | None:
-    """Of the line alone, without what waits on it; None if the system does not say."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """``round_trip_s`` without what waits on the line; packets that were sent, and those that were sent again."""
+
+    round_trip_s: float
+    packets: int
+    lost: int
+
+
+def line_of(sock: socket.socket) -> Line | None:
+    """The line that it goes over, as seen so far; None if the system does not say."""
     if (info := _tcp_info(sock)) is None:
         return None
-    return float(struct.unpack_from("=I", info, _ROUND_TRIP)[0]) / 1e6
+    lost, round_trip, packets = (struct.unpack_from("=I", info, at)[0] for at in (_LOST, _ROUND_TRIP, _PACKETS))
+    return Line(round_trip_s=round_trip / 1e6, packets=packets, lost=lost)
 
 
 def _tcp_info(sock: socket.socket) -> bytes | None:
