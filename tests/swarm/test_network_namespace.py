@@ -63,6 +63,7 @@ class TestNative:
     def test_who_is_cut_off_goes_on_alone_and_with_the_others_once_they_meet_again(self, swarm: Swarm) -> None:
         with star_of_namespaces() as (middle, left, right):
             places = [{"network": space.name} for space in (middle, left, right)]
+            places[1]["delay_s"] = 0.2  # so that the two others have more samples when they meet again
             peers = swarm.start(3, peers=places, trainer=ENDLESS, delay_s=0.05)
             first, alone, other = peers
             first.wait_until(lambda: len(together(peers)) >= 3, timeout_s=60, what="three steps of all")

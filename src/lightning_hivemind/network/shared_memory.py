@@ -38,6 +38,7 @@ def start_shared_memory() -> None:
     Raises:
         DaemonError: it does not start.
     """
+    _be_patient()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
         torch.empty(1).share_memory_()  # type: ignore[no-untyped-call]
@@ -48,7 +49,6 @@ def start_shared_memory() -> None:
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    _be_patient()
 
 
 @functools.cache

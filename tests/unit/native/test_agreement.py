@@ -60,6 +60,17 @@ def test_who_goes_back_to_an_earlier_step_of_another_lineage_still_compares() ->
     assert found == [None, None, Difference(6, frozenset({"p0", "p1"}), like=True)]
 
 
+def test_nothing_is_told_twice_when_others_come_and_go() -> None:
+    peers = swarm("cpu", "cpu", "cpu")
+    assert compare(peers, 2, 1.0, 1.0, 2.0)[2] is not None
+    assert compare(peers, 4, 1.0, 1.0, 2.0)[2] is not None
+    different = peers["p2"]
+    different.present(["p1", "p3", "p4"])
+    for new in ("p3", "p4"):
+        different.heard(new, Agreement(new, "cpu", 2).record())
+    assert different.difference() is None
+
+
 def test_of_two_exactly_one_gives_way() -> None:
     found = compare(swarm("cpu", "cpu"), 2, 1.0, 2.0)
     assert sorted(one is None for one in found) == [False, True]

@@ -227,6 +227,20 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(runs: lis
     assert {name: trainee.refusals for name, trainee in run.trainees.items()} == {"a": 0, "b": 1, "c": 0}
 
 
+def test_who_is_alone_does_not_give_what_cannot_be_used_again_and_again(runs: list[Run]) -> None:
+    run = Run(["a"], Layout(5000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    trainee = run.trainees["a"]
+    give = trainee.give
+    trainee.give = lambda: spoiled(give())  # type: ignore[method-assign]
+    run.contribute({"a": TARGET})
+    wait_for(lambda: trainee.refusals, "it is refused")
+    trainee.give = give  # type: ignore[method-assign]
+    given = run.contribute({"a": TARGET})
+    run.wait_for_commit(1)
+    assert torch.allclose(trainee.averages[0], given["a"])
+
+
 def spoiled(given: Given) -> Given:
     values = given.values.clone()
     values[1234] = float("nan")

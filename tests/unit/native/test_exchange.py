@@ -150,6 +150,15 @@ def test_a_result_that_comes_twice_is_not_written_over() -> None:
     assert mine.room_for_result(0, 1, "b", 4 * 512) is not None
 
 
+def test_a_result_that_comes_before_the_plan_does_not_stand_in_the_way_of_the_right_one() -> None:
+    mine = Exchange(LAYOUT, [Exact()] * 2, "a", random(0))
+    early = mine.room_for_result(0, 0, "c", 4 * 512)
+    assert early is not None
+    mine.take(0, 0, "c", early)
+    mine.begin(plan_of(SAMPLES, reducers="b"))
+    assert mine.room_for_result(0, 0, "b", 4 * 512) is not None
+
+
 def test_inputs_that_come_before_the_plan_take_no_more_memory_than_one_gradient() -> None:
     exchange = Exchange(LAYOUT, [Exact(), Exact()], "a", random(0))
     rooms = [exchange.room_for_input(chunk, peer, 4 * 512) for peer in "bcdef" for chunk in (0, 1)]

@@ -195,6 +195,7 @@ def long_line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(lanes, "line_of", line_of)
     monkeypatch.setattr(lanes, "has_bbr", lambda sock: False)
     monkeypatch.setattr(lanes, "AGAIN_S", 0.1)
+    monkeypatch.setattr(lanes, "BROKEN_S", 0.1)
 
 
 def send_until(town: City, condition: Callable[[list[socket.socket]], bool], *, again: bool = False) -> int:
@@ -264,6 +265,12 @@ def test_one_connection_fills_a_long_line_that_loses_nothing(town: City) -> None
 @pytest.mark.usefixtures("long_line")
 def test_one_connection_fills_a_line_with_bbr(town: City, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "has_bbr", lambda sock: True)
+    stays_alone(town)
+
+
+@pytest.mark.usefixtures("long_line")
+def test_a_slow_line_that_is_only_full_is_not_shared_out(town: City, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "LEAST_RATE", 1e12)
     stays_alone(town)
 
 

@@ -53,7 +53,7 @@ class Agreement:
         #: digests by place, newest last, and the kinds of the peers
         self._found: dict[tuple[int, bytes], dict[PeerId, bytes]] = {}
         self._kinds: dict[PeerId, str] = {me: kind}
-        self._judged: tuple[int, bytes] | None = None
+        self._judged: set[tuple[int, bytes]] = set()
 
     def due(self, head: Head) -> bool:
         """Whether parameters are compared at ``head``, and were not noted."""
@@ -105,9 +105,9 @@ class Agreement:
                 decided = 2 * votes[right] > len(self._kinds) or digests.keys() >= self._kinds.keys()
                 if self._me not in digests or len(digests) == 1 or not decided:
                     continue
-                if digests[self._me] == right or place == self._judged:
+                if digests[self._me] == right or place in self._judged:
                     return None
-                self._judged = place
+                self._judged.add(place)
                 peers = frozenset(peer for peer, digest in digests.items() if digest == right)
                 return Difference(place[0], peers, any(self._kinds.get(peer) == self._kind for peer in peers))
         return None
@@ -116,6 +116,7 @@ class Agreement:
         self._found.setdefault(place, {})[peer] = digest
         while len(self._found) > REMEMBERED:
             self._found.pop(next(iter(self._found)))
+        self._judged &= self._found.keys()
 
 
 def _is_comparison(value: Any) -> bool:

@@ -273,7 +273,15 @@ class Driver:
             self._end_exchange(round_id)
         self._leave()
         self._training.failed(reason)
-        self._peer.leave(reason, time.monotonic())
+        try:
+            self._peer.leave(reason, time.monotonic())
+        except Exception:
+            log.exception("the round could not be left in order: the others find that this peer is silent in it")
+
+    def _refused(self) -> None:
+        """What this peer gave cannot be used."""
+        self._training.refused()
+        self._count(self._now())
 
     def _carry_out(self) -> None:
         while actions := self._peer.take():
@@ -302,7 +310,7 @@ class Driver:
                     exchange.begin(plan)
                     self._members = frozenset(plan.members)
                     if exchange.gives and self._peer.me not in plan.contributors:
-                        self._training.refused()
+                        self._refused()
             case SendInput():
                 self._send_input(action)
             case Reduce():
@@ -366,6 +374,8 @@ class Driver:
         try:
             exchange.reduce(action.chunk, action.contributions)
         except UnusableInput as unusable:
+            if unusable.peer == self._peer.me:
+                self._refused()  # also where nobody is left who gives, and there is no other plan
             self._peer.refuse(action.round, unusable.peer, unusable.reason, self._now())
         else:
             self._peer.reduced(action.round, action.chunk, action.version, self._now())

@@ -195,7 +195,8 @@ class Exchange:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
         if self._plan is None or self._plan.wants(chunk, version, peer):
             self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
-            self._taken[chunk] = version
+            if self._plan is not None:  # else it is not known yet whose it has to be
+                self._taken[chunk] = version
 
     def left_out(self, commit: Commit, *, complete: bool) -> Tensor | None:
         """What is to be added to what this peer gives next, once the round has ended in ``commit``.

@@ -125,7 +125,7 @@ class Handover:
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
             self._head, self.under_way, self._since, self._failure = commit.head, False, None, None
             self._lost += lost
-            if listed:
+            if listed or not self._gives:
                 self._failures.clear()
             self._note_stop(commit)
             if average is None or not follows:

@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 
 from lightning_hivemind.engine.native.wire.connection import close, has_bbr, why
-from lightning_hivemind.engine.native.wire.reach import Gone, Reach
+from lightning_hivemind.engine.native.wire.reach import Reach
 from lightning_hivemind.engine.native.wire.speed import Line, line_of
-from lightning_hivemind.errors import LightningHivemindError
 
 log = logging.getLogger("lightning_hivemind")
 
@@ -27,6 +26,11 @@ STEP_S, MOST = 0.010, 8
 LOSSY, PACKETS, IN_A_ROW = 3e-4, 2000, 3
 #: between two looks at the line, or attempts to connect
 AGAIN_S = 1.0
+#: after one that broke, or could not be made
+BROKEN_S = 10.0
+#: each of them has to carry so many bytes a second: with less, one piece of a chunk takes longer than silence may
+LEAST_RATE = 128e3
+PACKET_BYTES = 1400
 
 
 class Lanes:
@@ -45,6 +49,7 @@ class Lanes:
         self._again_at = 0.0
         #: as of the last judgement, and how many in a row have found losses
         self._line: Line | None = None
+        self._looked_at = 0.0
         self._lossy = 0
 
     @property
@@ -62,15 +67,17 @@ class Lanes:
                 self._again_at = now + AGAIN_S
                 return
             self._connecting = True
-        threading.Thread(target=self._run, name=f"to {self._reach.peer[-6:]}, too", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=f"to {self._reach.peer[-6:]}, too", daemon=True).start()
+        except RuntimeError:  # as many threads as there may be: one connection will do
+            self._not_now()
 
     def _run(self) -> None:
         try:
             sock = self._reach.another()
-        except (OSError, LightningHivemindError, Gone) as error:
+        except Exception as error:  # whatever it is, the first connection does not need this one
             log.debug("no further connection to %s: %s", self._reach.peer, why(error))
-            with self._lock:
-                self._connecting, self._again_at = False, time.monotonic() + AGAIN_S
+            self._not_now()
             return
         with self._lock:
             self._connecting = False
@@ -80,18 +87,26 @@ class Lanes:
         finally:
             with self._lock:
                 self._connections.remove(sock)
+                self._again_at = time.monotonic() + BROKEN_S
             close(sock)
+
+    def _not_now(self) -> None:
+        with self._lock:
+            self._connecting, self._again_at = False, time.monotonic() + BROKEN_S
 
     def _wanted(self, first: socket.socket) -> int:
         """How many connections make full use of the line that this one goes over."""
         line, before = line_of(first), self._line
         if line is None or has_bbr(first):
             return 1
+        now = time.monotonic()
         if before is None or line.packets < before.packets:  # another connection
-            self._line, before = line, line
+            self._line, self._looked_at = line, now
         elif (packets := line.packets - before.packets) >= PACKETS:
-            self._line = line
-            self._lossy = self._lossy + 1 if line.lost - before.lost > LOSSY * packets else 0
+            rate = packets * PACKET_BYTES / max(1e-3, now - self._looked_at)
+            self._line, self._looked_at = line, now
+            bad = line.lost - before.lost > LOSSY * packets and rate >= 2 * LEAST_RATE  # else it is only full
+            self._lossy = self._lossy + 1 if bad else 0
         return useful(line.round_trip_s, self._outlets()) if self._lossy >= IN_A_ROW else 1
 
 

@@ -24,7 +24,7 @@ PING: Frame = (Header(kind=Kind.PING), ())
 
 
 class Outlet:
-    """Sends frames in order, but messages before all that is long; never blocks the caller.
+    """Sends messages in order, and before all that is long (which may go over several connections); never blocks.
 
     Of what is long, a state's ranges and a round's chunks share the line: neither waits until the other is gone.
 
