@@ -166,6 +166,7 @@ def test_gradients_that_accumulate_in_place_give_the_same_steps(swarm: Swarm) ->
     assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
 
 
+@pytest.mark.above_engines
 def test_an_own_zero_grad_is_disabled_with_a_warning_and_given_back(swarm: Swarm) -> None:
     (peer,) = swarm.start(
         1,
@@ -182,6 +183,7 @@ def test_an_own_zero_grad_is_disabled_with_a_warning_and_given_back(swarm: Swarm
     assert [c.digest for c in peer.commits.values()] == [c.digest for c in plain.commits.values()]
 
 
+@pytest.mark.above_engines
 def test_a_module_without_own_zero_grad_causes_no_warning(swarm: Swarm) -> None:
     (peer,) = swarm.start(
         1, together=False, strategy={"reuse_grad_buffers": True, "target_batch_size": 16}, trainer={"max_steps": 1}

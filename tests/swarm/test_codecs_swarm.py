@@ -25,9 +25,13 @@ CODECS = {
 
 
 @pytest.mark.parametrize(
-    "origin", [pytest.param("hivemind.compression", marks=pytest.mark.above_engines), "lightning_hivemind"]
+    ("name", "origin"),
+    [
+        *[(name, "lightning_hivemind") for name in CODECS],
+        # it has the other two inside
+        pytest.param("SizeAdaptive", "hivemind.compression", marks=pytest.mark.above_engines),
+    ],
 )
-@pytest.mark.parametrize("name", CODECS)
 def test_a_compressed_step_is_the_step_within_the_codecs_error(swarm: Swarm, name: str, origin: str) -> None:
     code, width, bound = CODECS[name]
     if origin == "lightning_hivemind":

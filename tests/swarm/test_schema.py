@@ -11,16 +11,18 @@ from swarm.marks import HIVEMIND_ONLY
 from swarm.spec import PeerSpec
 
 pytestmark = pytest.mark.swarm
+# one comparison of texts for both engines: two cases show that each calls it
+ONCE = pytest.mark.above_engines
 
 
 @pytest.mark.parametrize(
     ("other", "named"),
     [
         ({"model": {"width": 24}}, "net.0.weight (24, 8)"),
-        ({"strategy": {"target_batch_size": 48}}, "target_batch_size=32"),
-        ({"model": {"norm": True}}, "net.1"),
-        ({"model": {"dtype": "bfloat16"}}, "net.0.weight (16, 8) torch.bfloat16"),
-        ({"model": {"frozen": True}}, "net.0.weight (16, 8) torch.float32 frozen"),
+        pytest.param({"strategy": {"target_batch_size": 48}}, "target_batch_size=32", marks=ONCE),
+        pytest.param({"model": {"norm": True}}, "net.1", marks=ONCE),
+        pytest.param({"model": {"dtype": "bfloat16"}}, "net.0.weight (16, 8) torch.bfloat16", marks=ONCE),
+        pytest.param({"model": {"frozen": True}}, "net.0.weight (16, 8) torch.float32 frozen", marks=ONCE),
         ({"strategy_code": {"extra_tensors": "[torch.zeros(3)]"}}, "It has 6 entries, this one has 7"),
     ],
     ids=["width", "target", "layers", "dtype", "frozen", "extra tensors"],

@@ -279,7 +279,6 @@ class Driver:
             log.exception("the round could not be left in order: the others find that this peer is silent in it")
 
     def _refused(self) -> None:
-        """What this peer gave cannot be used."""
         self._training.refused()
         self._count(self._now())
 
