@@ -144,6 +144,9 @@ class PeerView:
         self.epoch = event["epoch"]
         self._note(event, f"downloaded the swarm's state of epoch {self.epoch} in {event['duration_s']:.1f} s")
 
+    def _on_StepsUndone(self, event: dict[str, Any]) -> None:
+        self._note(event, f"epochs {event['first']} to {event['last']} are undone, {event['samples']} samples lost")
+
     def _on_StateUnavailable(self, event: dict[str, Any]) -> None:
         self._note(event, f"no state to download: {event['reason']}; {event['action']}")
 

@@ -189,6 +189,25 @@ class StateLoaded(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepsUndone(Event):
+    """With ``engine="native"``: the swarm had fallen apart, and this peer takes the state of who made more samples.
+
+    Its global steps ``first`` to ``last`` are undone, and with them ``samples`` of this peer. (What is longer ago than
+    some thousand steps is not remembered.)
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = (
+        "global steps {first} to {last}, with {samples} samples of this peer, are undone: other peers have made steps"
+        " with more samples meanwhile, and this one takes their state, of global step {epoch}"
+    )
+    epoch: int
+    first: int
+    last: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StateUnavailable(Event):
     """No peer's state could be loaded; ``action`` says what happens now."""
 

@@ -16,6 +16,7 @@ from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, read_description
+from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import WireError
 
@@ -32,7 +33,9 @@ def optimizer(seed: int, elements: int = STATE_BYTES // 4) -> torch.optim.Optimi
 
 
 def snapshot(seed: int, samples: int = 100, elements: int = STATE_BYTES // 4) -> Snapshot:
-    return copy_state(optimizer(seed, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=samples)).described()
+    return copy_state(
+        optimizer(seed, elements), [], [], Trail(Head(epoch=1, lineage=b"x" * 16, samples=samples))
+    ).described()
 
 
 def read(data: memoryview) -> Description:

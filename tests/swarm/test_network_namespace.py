@@ -77,10 +77,15 @@ class TestNative:
             middle.cable(0, plugged=True)
             alone.wait_until(lambda: len(alone.said("StateLoaded")) > loaded[1], timeout_s=90, what="they have met")
             epoch = alone.said("StateLoaded")[-1]["epoch"]
+            (undone,) = alone.said("StepsUndone")
+            steps = [one for one in alone.said("EpochCommitted") if one["time"] < undone["time"]]
+            assert undone["first"] <= before + 3 <= undone["last"] == steps[-1]["epoch"]
+            assert undone["samples"] == sum(one["samples"] for one in steps if one["epoch"] >= undone["first"]) > 0
             alone.wait_until(lambda: together(peers)[-1] > epoch, timeout_s=60, what="all three in one step")
             epoch = together(peers)[-1]
             assert len({peer.wait_epoch(epoch).digest for peer in peers}) == 1
             assert [len(peer.said("StateLoaded")) for peer in (first, other)] == [loaded[0], loaded[2]]
+            assert not first.said("StepsUndone") + other.said("StepsUndone")
 
     def test_two_peers_that_have_forwarded_the_port_of_libp2p_only_train_all_the_same(self, swarm: Swarm) -> None:
         port = 31_337

@@ -24,6 +24,7 @@ from lightning_hivemind.engine.native.state.questions import Done, WantsDescript
 from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES
 from lightning_hivemind.engine.native.state.snapshot import Snapshot, copy_state, install, read_description
 from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
 from swarm.town import Town, wait_for
@@ -37,7 +38,7 @@ def optimizer(seed: int, elements: int = 100) -> torch.optim.Optimizer:
 
 
 def snapshot(seed: int) -> Snapshot:
-    return copy_state(optimizer(seed), [], [], Head(epoch=seed, lineage=b"x" * 16, samples=100)).described()
+    return copy_state(optimizer(seed), [], [], Trail(Head(epoch=seed, lineage=b"x" * 16, samples=100))).described()
 
 
 class Giver:
@@ -309,7 +310,7 @@ class Inhabitant:
 def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) -> None:
     before, town = set(threading.enumerate()), Town(secure=secure)
     elements = 5 * RANGE_BYTES // 4 + 17
-    state = copy_state(optimizer(1, elements), [], [], Head(epoch=1, lineage=b"x" * 16, samples=100)).described()
+    state = copy_state(optimizer(1, elements), [], [], Trail(Head(epoch=1, lineage=b"x" * 16, samples=100))).described()
     joiner = optimizer(2, elements)
     donors = [Inhabitant(name, town, state) for name in ("a", "b")]
     new = Inhabitant("joiner", town, None)

@@ -23,6 +23,7 @@ from lightning_hivemind.engine.native.state.snapshot import (
     copy_state,
     read_description,
 )
+from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError
 from swarm.post_office import (
@@ -182,7 +183,7 @@ def test_what_is_a_donor_s_own_comes_from_it_alone(office: Office, monkeypatch: 
     monkeypatch.setattr(download, "STAGGER_S", 0.0)
     plain, elements = optimizer(0), 8 * RANGE_BYTES // 4
     states = {
-        name: copy_state(plain, [], [torch.full((elements,), value)], snapshot(1).head).described()
+        name: copy_state(plain, [], [torch.full((elements,), value)], Trail(snapshot(1).head)).described()
         for name, value in (("a", 1.0), ("b", 2.0))
     }
     for name, state in states.items():

@@ -17,7 +17,7 @@ from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import StateError
-from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable, Waiting
+from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable, StepsUndone, Waiting
 
 MOST_DONORS = 4
 REPORT_S = 5.0
@@ -197,6 +197,9 @@ class CatchingUp:
         description, memory = found
         state = description.head, description.digest
         if state != known:
-            self._stepper.adopt(description, memory)
+            undone = self._stepper.adopt(description, memory)
+            if undone is not None:
+                first, last, samples = undone.first, undone.last, undone.samples
+                self._events.emit(StepsUndone(epoch=description.head.epoch, first=first, last=last, samples=samples))
             self._fetched = state
         return description.head, state != known

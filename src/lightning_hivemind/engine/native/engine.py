@@ -243,7 +243,7 @@ class NativeEngine:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
             with self._gradients.lent() if steps_on_sums else contextlib.nullcontext():
                 average, carried = self._gradients.unpack(step.average, commit.parent.epoch)
-                self._stepper.step(average, head, step.counted, carried)
+                self._stepper.step(average, head, step.counted, carried, mine=step.mine)
             self._note_parameters()
         self._head = head
         self._reports.step(step)

@@ -17,6 +17,7 @@ from lightning_hivemind.engine.native.moments import Moments
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, install, read_description
 from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.trail import Trail, Undone
 from lightning_hivemind.errors import ArgumentError
 
 
@@ -33,7 +34,7 @@ class Stepper:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
         statistics: averaged with the gradients, behind them in the flat vector.
         lock: held while any of it changes, and while it is copied.
-        head: whose state the optimizer has.
+        trail: to the head whose state the optimizer has.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Stepper:
         local: bool = False,
         moments: Sequence[str] = (),
     ) -> None:
-        self._training, self.head, self._local = training, head, local
+        self._training, self.trail, self._local = training, Trail(head), local
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
@@ -63,6 +64,11 @@ class Stepper:
         self._stepping = False
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
         self._under_way: Future[None] | None = None
+
+    @property
+    def head(self) -> Head:
+        """Whose state the optimizer has."""
+        return self.trail.head
 
     @property
     def model_parameters(self) -> list[Tensor]:
@@ -94,18 +100,26 @@ class Stepper:
             self.optimizer.step()
             self._moments.keep()
 
-    def step(self, average: Tensor, head: Head, counted: Tensor | None = None, carried: Tensor | None = None) -> None:
+    def step(
+        self,
+        average: Tensor,
+        head: Head,
+        counted: Tensor | None = None,
+        carried: Tensor | None = None,
+        *,
+        mine: int = 0,
+    ) -> None:
         """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics, then
         for each trained parameter 0.0 where nobody has a gradient: it gets none either, as in a plain Trainer.
 
         Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`; ``carried``:
-        :attr:`.LowRank.carried` after it.
+        :attr:`.LowRank.carried` after it. ``mine``: of this peer's samples, how many are in it.
         """
         if self._local:
             with self.lock:
                 self.statistics.step(average, head.epoch, counted)
                 self._training.advance_schedulers(head.epoch)
-                self.head = head
+                self.trail.step(head, mine)
                 self.statistics.publish()
             return
         self.settle(wait=True)
@@ -114,9 +128,9 @@ class Stepper:
         with torch.enable_grad():
             self._training.before_optimizer_step(self.optimizer)
         if self._executor is not None:
-            self._under_way = self._executor.submit(self._make, statistics, head, carried)
+            self._under_way = self._executor.submit(self._make, statistics, head, carried, mine)
             return
-        self._make(statistics, head, carried)
+        self._make(statistics, head, carried, mine)
         self.publish()
 
     def settle(self, *, wait: bool) -> None:
@@ -143,7 +157,7 @@ class Stepper:
                 if mine is not stepped:
                     stepped.copy_(mine)
             self.statistics.rebase(head.epoch)
-            self.head = head
+            self.trail = Trail(head)
             if self.low_rank is not None:
                 self.low_rank.begin(head.epoch)
 
@@ -154,15 +168,15 @@ class Stepper:
                 return None
             if known is not None and known.head == self.head:
                 return known
-            copy = copy_state(self.optimizer, self._shared, self.statistics.own, self.head)
+            copy = copy_state(self.optimizer, self._shared, self.statistics.own, self.trail)
         return copy.described()  # which takes as long, and needs no lock
 
     def read(self, data: memoryview) -> Description:
         """What another peer says of its state, once it is known to fit. Raises StateError."""
         return read_description(data, self.optimizer, self._shared, self.statistics.own)
 
-    def adopt(self, description: Description, memory: Tensor) -> None:
-        """Put another peer's state, which was checked, into everything."""
+    def adopt(self, description: Description, memory: Tensor) -> Undone | None:
+        """Put another peer's state, which was checked, into everything; returns the steps that this undoes."""
         self.settle(wait=True)
         with self.lock:
             rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -172,11 +186,12 @@ class Stepper:
             _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
             self._training.advance_schedulers(description.head.epoch)
             _set_rates(self.optimizer, theirs)
-            self.head = description.head
+            undone = self.trail.take(description.head, description.marks)
             self.statistics.adopted(description.head.epoch)
             if self.low_rank is not None:
                 self.low_rank.adopted(description.head.epoch)
             self.publish()
+            return undone
 
     def close(self) -> None:
         if self._executor is not None:
@@ -192,12 +207,12 @@ class Stepper:
             yield
             self._stepping = False
 
-    def _make(self, statistics: Tensor, head: Head, carried: Tensor | None) -> None:
+    def _make(self, statistics: Tensor, head: Head, carried: Tensor | None, mine: int) -> None:
         with self._a_step():
             self.optimizer.step()
             self.statistics.step(statistics, head.epoch)
             self._training.advance_schedulers(head.epoch)
-            self.head = head
+            self.trail.step(head, mine)
             if self.low_rank is not None and carried is not None:
                 self.low_rank.carried.copy_(carried)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_all, digest_of_shared, digests, spans
+from lightning_hivemind.engine.native.trail import Trail, sound_marks
 from lightning_hivemind.errors import StateError
 
 #: tensors begin at multiples of this, so that any dtype can be read where it lies
@@ -85,6 +86,7 @@ class Description:
     """What :func:`read_description` found: enough to allocate, to compare donors, and to install.
 
     Attributes:
+        marks: of the :class:`.Trail` to ``head``.
         digest: of what is shared; ``key``: of all of it.
         size: bytes of all of it.
         spans: of its ranges; ``ranges``: their digests.
@@ -94,6 +96,7 @@ class Description:
     """
 
     head: Head
+    marks: bytes
     digest: bytes
     key: bytes
     size: int
@@ -109,6 +112,7 @@ class StateCopy:
     """A copy in host memory that nobody knows how to read yet; ``own``: how many tensors at its end are not shared."""
 
     head: Head
+    marks: bytes
     memory: Tensor
     parts: tuple[Part, ...]
     own: int
@@ -125,7 +129,7 @@ class StateCopy:
         shared = _shared(self.parts, self.own, size)
         places = spans(shared, size)
         ranges = digests(self.memory, places)
-        place = [self.head.epoch, self.head.lineage, self.head.samples]
+        place = [self.head.epoch, self.head.lineage, self.head.samples, self.marks]
         shapes = [[part.dtype, list(part.shape)] for part in self.parts]
         try:
             description = msgpack.packb([place, ranges, shapes, self.state, self.groups], use_bin_type=True)
@@ -136,8 +140,8 @@ class StateCopy:
 
 
 @torch.no_grad()
-def copy_state(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, head: Head) -> StateCopy:
-    """Copy parameters and state of ``optimizer``, and the tensors, to host memory.
+def copy_state(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, trail: Trail) -> StateCopy:
+    """Copy parameters and state of ``optimizer``, at the end of ``trail``, and the tensors, to host memory.
 
     Raises:
         StateError: the optimizer keeps something that is neither a tensor nor a number.
@@ -168,7 +172,7 @@ def copy_state(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors
         {name: _plain(optimizer, name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
         for group in optimizer.param_groups
     ]
-    return StateCopy(head, memory, parts, len(own), state, groups)
+    return StateCopy(trail.head, trail.marks, memory, parts, len(own), state, groups)
 
 
 def read_description(
@@ -181,7 +185,7 @@ def read_description(
     """
     try:
         values = msgpack.unpackb(data, raw=False, max_ext_len=0, strict_map_key=True)
-        (epoch, lineage, samples), ranges, parts, state, groups = values
+        (epoch, lineage, samples, marks), ranges, parts, state, groups = values
         shapes = [_read_shape(dtype, shape) for dtype, shape in parts]
         sound = isinstance(ranges, list) and all(isinstance(one, bytes) and len(one) == DIGEST_BYTES for one in ranges)
         sound &= isinstance(lineage, bytes) and len(lineage) <= 64
@@ -189,17 +193,19 @@ def read_description(
         sound &= all(isinstance(one, dict) and all(isinstance(name, str) for name in one) for one in (*state, *groups))
         if not sound:
             raise ValueError("of other types")
+        head = Head(epoch=epoch, lineage=lineage, samples=samples)
+        if not sound_marks(head, marks):
+            raise ValueError("no way leads there")
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise StateError(f"a peer described its state in a way that cannot be understood: {error}") from None
     _check(shapes, state, groups, optimizer, shared, own)
     laid_out, size = _lay_out(shapes)
-    head = Head(epoch=epoch, lineage=lineage, samples=samples)
     common = _shared(laid_out, len(own), size)
     places = spans(common, size)
     if len(ranges) != len(places):
         raise StateError(f"a peer described its state in {len(ranges)} ranges, where there are {len(places)}.")
     digest, key = digest_of_shared(ranges, places, common), digest_of_all(ranges)
-    return Description(head, digest, key, size, places, tuple(ranges), laid_out, tuple(state), tuple(groups))
+    return Description(head, marks, digest, key, size, places, tuple(ranges), laid_out, tuple(state), tuple(groups))
 
 
 @torch.no_grad()

@@ -1,0 +1,102 @@
+"""Which steps another lineage undoes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from lightning_hivemind.engine.native import trail as trail_module
+from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.trail import MARK_BYTES, Trail, Undone, sound_marks
+
+ROOT = Head.root("run", "founder")
+
+
+def on(head: Head, group: str, samples: int = 10) -> Head:
+    """The step that ``group`` makes from there."""
+    lineage = hashlib.sha256(head.lineage + group.encode()).digest()[:16]
+    return Head(epoch=head.epoch + 1, lineage=lineage, samples=head.samples + samples)
+
+
+def walk(trail: Trail, group: str, steps: int, mine: int = 0) -> None:
+    for _ in range(steps):
+        trail.step(on(trail.head, group), mine)
+
+
+def taken(taker: Trail, giver: Trail) -> Undone | None:
+    assert sound_marks(giver.head, giver.marks)
+    found = taker.take(giver.head, giver.marks)
+    assert (taker.head, taker.marks) == (giver.head, giver.marks)
+    return found
+
+
+@pytest.mark.parametrize("theirs", [1, 3, 9])
+def test_the_steps_since_the_swarm_fell_apart_are_undone_whoever_made_more(theirs: int) -> None:
+    one, other = Trail(ROOT), Trail(ROOT)
+    for trail in (one, other):
+        walk(trail, "both", 5, mine=7)
+    walk(one, "here", 4, mine=3)
+    walk(other, "there", theirs)
+    assert taken(one, other) == Undone(first=6, last=9, samples=12)
+
+
+def test_who_is_behind_loses_nothing() -> None:
+    one, other = Trail(ROOT), Trail(ROOT)
+    walk(one, "both", 5, mine=7)
+    walk(other, "both", 50)
+    assert taken(one, other) is None
+
+
+def test_who_joins_loses_nothing_though_it_began_elsewhere() -> None:
+    joiner, swarm = Trail(Head.root("run", "joiner")), Trail(ROOT)
+    walk(swarm, "both", 3)
+    assert taken(joiner, swarm) is None
+
+
+def test_who_had_joined_knows_the_way_of_its_donor_and_its_own_part_of_it() -> None:
+    joiner, swarm, rest = Trail(Head.root("run", "joiner")), Trail(ROOT), Trail(ROOT)
+    walk(swarm, "both", 3, mine=5)
+    walk(rest, "both", 2)
+    taken(joiner, swarm)
+    walk(joiner, "both", 2, mine=8)
+    walk(rest, "rest", 9)
+    assert taken(joiner, rest) == Undone(first=3, last=5, samples=16)
+
+
+def test_what_was_common_still_counts_if_it_is_undone_later() -> None:
+    one, other, third = Trail(ROOT), Trail(ROOT), Trail(ROOT)
+    for trail in (one, other):
+        walk(trail, "both", 2, mine=7)
+    walk(one, "here", 1, mine=1)
+    walk(other, "there", 2)
+    taken(one, other)
+    walk(third, "third", 9)
+    assert taken(one, third) == Undone(first=1, last=4, samples=14)
+
+
+def test_what_is_too_long_ago_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trail_module, "REMEMBERED", 4)
+    one, other = Trail(ROOT), Trail(ROOT)
+    walk(one, "here", 9, mine=1)
+    walk(other, "there", 7)
+    assert len(one.marks) == 4 * MARK_BYTES
+    assert taken(one, other) == Undone(first=6, last=9, samples=4)
+    assert taken(Trail(ROOT), other) is None
+
+
+def test_from_a_checkpoint_a_trail_begins() -> None:
+    head = Head(epoch=50, lineage=b"c" * 16, samples=500)
+    one, other = Trail(head), Trail(head)
+    walk(one, "here", 2, mine=1)
+    walk(other, "there", 3)
+    assert taken(one, other) == Undone(first=51, last=52, samples=2)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [None, "text", b"", b"x" * MARK_BYTES, ROOT.lineage[:7], 2 * ROOT.lineage[:MARK_BYTES]],
+    ids=["none", "text", "empty", "elsewhere", "short", "longer than there are epochs"],
+)
+def test_what_is_no_way_to_the_head_is_refused(marks: object) -> None:
+    assert not sound_marks(ROOT, marks)
