@@ -28,10 +28,10 @@ test: ## swarm tests with real processes, then unit tests; ARGS="-k name" is han
 test-full: ## all swarm tests on both engines, and the unit tests
 	$(MAKE) test ENGINES=native,hivemind
 
-hostile: ## the protocol under SEEDS=first:last random schedules of faults; 10,000 take about half an hour
+hostile: ## random faults, lies and broken frames, SEEDS=first:last of each; 10,000 take about an hour
 	@$(SETUP) test
 	SEEDS=$(SEEDS) $(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit/protocol/test_hostile.py \
-		tests/unit/protocol/test_every_message.py $(ARGS)
+		tests/unit/protocol/test_every_message.py tests/unit/protocol/test_liar.py tests/unit/native/test_fuzz.py $(ARGS)
 
 check: ## ruff and mypy
 	@$(SETUP) test dev

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Send
-from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
+from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Head, PeerId
 from lightning_hivemind.engine.native.protocol.messages import Call, Ended, RoundId
 from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, reducers_of
 from lightning_hivemind.engine.native.protocol.settings import Settings
@@ -41,8 +41,9 @@ class Gathering:
 
     def join(self, peer: PeerId, offer: Offer) -> None:
         """It comes. (A repeated answer changes nothing: what it offered first is what it sends.)"""
-        if offer.contribution is not None and offer.contribution.peer != peer:
-            self.drop(peer)  # in another's name
+        mine = offer.contribution
+        if mine is not None and (mine.peer != peer or mine.samples > MOST_SAMPLES):
+            self.drop(peer)  # in another's name, or nonsense
             return
         self.awaited.discard(peer)
         self._declined.discard(peer)

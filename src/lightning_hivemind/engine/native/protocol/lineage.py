@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 PeerId = str
+#: of one peer, for one step: who says that it has more has made a mistake, or lies
+MOST_SAMPLES = 1 << 40
 #: commits that a peer remembers, to tell late peers what became of their contributions
 REMEMBERED = 64
 
@@ -24,6 +26,12 @@ class Contribution:
     peer: PeerId
     number: int
     samples: int
+
+
+def can_be_summed(contributions: Sequence[Contribution]) -> bool:
+    """Whether there can be a step of these: of somebody, of each peer one, each of some samples."""
+    counts = all(0 < one.samples <= MOST_SAMPLES for one in contributions)
+    return counts and 0 < len(contributions) == len({one.peer for one in contributions})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

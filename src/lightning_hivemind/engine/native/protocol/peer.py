@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp, Note, Send
-from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, following
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, can_be_summed, following
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
     Ask,
@@ -290,7 +290,7 @@ class Peer:
         if head is None or message.head in self._standing.given_up:
             return
         commits = following(head, message.commits)
-        if not commits or commits[-1].head != message.head:
+        if not commits or commits[-1].head != message.head or not all(can_be_summed(c.contributions) for c in commits):
             commits = ()
         if commits and self._standing.catching_up_to is None and self._rounds.in_doubt(commits[0].round):
             self._rounds.commit(commits[0], now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head, PeerId
+from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head, PeerId, can_be_summed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +70,7 @@ class Plan:
     def fits(self, chunks: int, sender: PeerId) -> bool:
         """Whether it can be a plan for a vector of so many chunks, and ``sender`` the one that makes it."""
         sound = len(self.owners) == len(self.since) == chunks and {*self.owners} <= {*self.members}
+        sound &= can_be_summed(self.contributions) and {*self.contributors} <= {*self.members}
         return sound and self.coordinator == sender
 
     def chunks_of(self, owner: PeerId) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId, rank
+from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Head, PeerId, rank
 from lightning_hivemind.engine.native.protocol.messages import Progress
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
@@ -90,7 +90,7 @@ class Roster:
         ``outdated``: it names a head that this peer's lineage has left behind. If it is known to have left it, too,
         this was said before and arrives late.
         """
-        known = self._seen.get(peer)
+        known, samples = self._seen.get(peer), min(samples, MOST_SAMPLES)
         if peer == self._me:
             return
         if known is None:
@@ -100,7 +100,7 @@ class Roster:
 
     def told(self, swarm_samples: int) -> None:
         """Another peer knows of so many samples in the swarm."""
-        self._told = max(self._told, swarm_samples)
+        self._told = max(self._told, min(swarm_samples, MOST_SAMPLES))
 
     def lost(self, peer: PeerId) -> None:
         if peer not in self._cut:

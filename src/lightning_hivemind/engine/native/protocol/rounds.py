@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Called, GiveUp, Send
 from lightning_hivemind.engine.native.protocol.inquiry import Inquiry
 from lightning_hivemind.engine.native.protocol.leadership import Leadership
-from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId
+from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId, can_be_summed
 from lightning_hivemind.engine.native.protocol.member import Member
 from lightning_hivemind.engine.native.protocol.messages import (
     Ask,
@@ -211,6 +211,8 @@ class Rounds:
             self._send(sender, Join(round=joined.round, offer=joined.offer))  # it answers with the plan
 
     def on_committed(self, sender: PeerId, commit: Commit, now: float) -> None:
+        if not can_be_summed(commit.contributions):
+            return  # nobody decides that
         promised, inquiry, joined = self._over.get(commit.round, False), self.inquiry(commit.round), self._joined
         if promised and (inquiry is None or (joined is not None and joined.coordinator == sender)):
             return  # this peer said that it would take none; if others have it, their news leads there
