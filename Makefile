@@ -44,9 +44,10 @@ format: ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix $(CODE)
 	$(VENV)/bin/ruff format $(CODE)
 
-bench: ## the measured tables of the README
+bench: ## the measured tables of the README, and every bar with what was found last
 	@$(SETUP) test
 	PYTHONPATH=tests $(THREADS) $(VENV)/bin/python benchmarks/run.py $(ARGS)
+	-$(VENV)/bin/python benchmarks/bars.py
 
 docs: ## HTML in docs/_build/html; a warning is an error
 	@$(SETUP) docs

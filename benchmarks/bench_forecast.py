@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from bench_bars import Bar, is_so
 from bench_plan import NATIVE_FLOAT16
 from bench_spec import TurnSpec
 from bench_stats import NOTHING, markdown_table, number, summary
@@ -59,6 +60,22 @@ def seconds_of_steps(turn: Turn) -> list[float]:
     return [
         (after.time - before.time) / after.advanced for before, after in pairwise(ends) for _ in range(after.advanced)
     ]
+
+
+def ratio(turns: Sequence[Turn]) -> float:
+    """Foretold by measured, of turns of one case; NaN without a measurement."""
+    expected_s = foretold(turns[0].spec).step_s_median
+    measured_s = summary(step_s for turn in turns for step_s in seconds_of_steps(turn)).median
+    return math.nan if expected_s is None else expected_s / measured_s
+
+
+def forecast_bars(turns: Sequence[Turn]) -> list[Bar]:
+    bars = []
+    for peers in sorted({turn.spec.peers for turn in turns}):
+        found = ratio([turn for turn in turns if turn.spec.peers == peers])
+        what = f"simulator, {peers} peers: seconds per step, foretold / measured"
+        bars.append(is_so(what, "0.8 to 1.2", number(found), holds=0.8 <= found <= 1.2))
+    return bars
 
 
 def forecast_table(turns: Sequence[Turn]) -> str:

@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
 
+from bench_bars import Bar, at_most
 from bench_plan import NATIVE
 from bench_spec import TurnSpec, json_lines
 from bench_stats import FLOAT32_BYTES, markdown_table, summary
@@ -140,6 +141,18 @@ def _receive(pipe: Connection, size_bytes: int) -> None:
         while position < size_bytes:
             position += sock.recv_into(memory[position:])
         pipe.send(time.monotonic() - began)
+
+
+def joiner_bars(found: Sequence[tuple[int, Joiner]]) -> list[Bar]:
+    """Of each size."""
+    bars = []
+    for millions in sorted({size for size, _ in found}):
+        own, what = [one for size, one in found if size == millions], f"joiner, {millions}M"
+        over = [(one.join_s - one.step_s) / one.copy_s for one in own]
+        longest = [one.longest_s / one.step_s for one in own]
+        bars.append(at_most(f"{what}: (join - step) / copy over TLS", 2.0, over))
+        bars.append(at_most(f"{what}: longest step of another / step", 2.0, longest))
+    return bars
 
 
 def joiner_table(found: Sequence[tuple[int, Joiner]]) -> str:

@@ -73,7 +73,7 @@ def native(spec: TurnSpec, contender: str, **options: Any) -> TurnSpec:
 
 
 def full_plan() -> list[list[TurnSpec]]:
-    steps = [step_specs(peers, batch_s) for batch_s in (0.025, 0.2) for peers in (2, 3)]
+    steps = [step_specs(peers, batch_s) for batch_s in (0.001, 0.025, 0.2) for peers in (2, 3)]
     return [*steps, averaging_specs(5), averaging_specs(25)]
 
 

@@ -26,7 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from bench_machine import describe_machine
+from bench_bars import at_most, is_so
+from bench_results import Run, report, write
 from bench_stats import markdown_table, number, summary
 from herd import Herd, Peer
 
@@ -183,7 +184,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/faults.md")
     options = parser.parse_args()
-    chance = random.Random(options.seed)
+    chance, run = random.Random(options.seed), Run()
     with Herd() as herd:
         herd.gather(2, BATCH_S)
         kills = {moment: killed(herd, moment) for moment in MOMENTS}
@@ -210,11 +211,23 @@ def main() -> int:
         ["... without a gradient of one of the three", str(without)],
         ["... states that had to be taken", str(states)],
     ]
-    facts = [f"- {name}: {value}" for name, value in describe_machine().items()]
-    text = "\n".join(["# Faults", "", *facts, "", markdown_table(["what", "found"], rows), ""])
+    kept, false_deaths = beside / alone, without + states + max(0, options.rounds - steps)
+    frozen_s, back_s = [max(column) for column in zip(*freezes, strict=True)]
+    what = "kill -9 in any role and phase: longest step of the others above the usual"
+    slower, gives = f"a peer {SLOWER:.0f} times slower", f"{gave} of {options.epochs} steps"
+    bars = [
+        at_most(what, 2.0, [max(*kills.values(), *firsts)], " s"),
+        at_most("SIGSTOP: the same (it is noticed within 2 s)", 4.0, [frozen_s], " s"),
+        at_most("SIGSTOP: until it is in step again", BACK_S, [back_s], " s"),
+        at_most(f"false deaths in {options.rounds} rounds on a busy machine", 0.0, [false_deaths]),
+        is_so(f"{slower}: what the others keep", ">= 0.9", number(kept), holds=kept >= 0.9),
+        is_so(f"{slower}: gives, and is a member at the end", "yes", gives, holds=member and gave > 0),
+    ]
+    facts = run.facts()
+    text = report("Faults", facts, markdown_table(["what", "found"], rows), bars)
     print(text)
     if options.write:
-        (Path(__file__).resolve().parent / "results" / "faults.md").write_text(text, encoding="utf-8")
+        write("faults", text, facts, bars, kills=kills, firsts=firsts, freezes=freezes)
     return 0
 
 

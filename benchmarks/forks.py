@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from bench_machine import describe_machine
+from bench_bars import is_so
+from bench_results import Run, report, write
 from bench_stats import markdown_table
 from lightning_hivemind.simulation.faults import Schedule
 
@@ -76,11 +76,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="schedules of each kind")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/forks.md")
     options = parser.parse_args()
-    rows = []
+    run, rows, split = Run(), [], 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for name, kinds in PROFILES.items():
             found = list(pool.map(partial(schedule, kinds=kinds), range(options.seeds), chunksize=10))
             rows.append(row(name, found))
+            split += sum(not one.one for one in found)
             print(*rows[-1], file=sys.stderr, flush=True)
     heads = [
         "faults",
@@ -91,11 +92,12 @@ def main() -> int:
         "schedules with one",
         "not on one lineage at the end",
     ]
-    facts = [f"- {name}: {value}" for name, value in describe_machine().items()]
-    text = "\n".join(["# Forks", "", *facts, "", markdown_table(heads, rows), ""])
+    bars = [is_so("of all schedules, those that do not end on one lineage", "0", str(split), holds=split == 0)]
+    facts = run.facts()
+    text = report("Forks", facts, markdown_table(heads, rows), bars)
     print(text)
     if options.write:
-        (Path(__file__).resolve().parent / "results" / "forks.md").write_text(text, encoding="utf-8")
+        write("forks", text, facts, bars, rows=rows)
     return 0
 
 

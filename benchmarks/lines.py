@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench_machine import describe_machine
+from bench_results import Run, report, write
 from bench_stats import markdown_table, number, summary
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/lines.md")
     options = parser.parse_args()
-    rows = []
+    run, rows = Run(), []
     for rtt_s, mbit_s, loss in LINES:
         row = [f"{mbit_s:.0f} Mbit/s, {1000 * rtt_s:.0f} ms, {loss:.2%} lost"]
         for contender in (CUBIC, LANES, BBR):
@@ -119,12 +119,12 @@ def main() -> int:
             row.append(rates + (f", {number(most)} connections" if most > 1 else ""))
             print(row[0], contender, row[-1], file=sys.stderr, flush=True)
         rows.append(row)
-    facts = [f"- {name}: {value}" for name, value in describe_machine().items()]
     heads = ["line", *(f"{contender}, Mbit/s" for contender in (CUBIC, LANES, BBR))]
-    text = "\n".join(["# Long lines", "", *facts, "", markdown_table(heads, rows), ""])
+    facts = run.facts()
+    text = report("Long lines", facts, markdown_table(heads, rows), [])
     print(text)
     if options.write:
-        (Path(__file__).resolve().parent / "results" / "lines.md").write_text(text, encoding="utf-8")
+        write("lines", text, facts, [], rows=rows)
     return 0
 
 

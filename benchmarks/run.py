@@ -1,4 +1,4 @@
-"""The benchmark of the foundation: both engines against DDP over gloo and against hivemind's own Optimizer.
+"""The benchmark of steps and of averaging: both engines against DDP over gloo and against hivemind's own Optimizer.
 
     python benchmarks/run.py            # as many repeats as fit into forty minutes; writes benchmarks/results/
     python benchmarks/run.py --quick    # one small repeat in under two minutes; writes nothing
@@ -13,29 +13,23 @@ of stock hivemind only in the first repeat), and a ratio compares two turns of t
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-from bench_forecast import forecast_specs, forecast_table
-from bench_joiner import Joiner, joiner_table, run_joiner
-from bench_machine import describe_machine
+from bench_bars import bars_of_turns
+from bench_forecast import forecast_bars, forecast_specs, forecast_table
+from bench_joiner import Joiner, joiner_bars, joiner_table, run_joiner
 from bench_plan import averaging_specs, full_plan, quick_plan
+from bench_results import Run, report, write
 from bench_spec import TurnSpec
 from bench_stats import number, rotated
 from bench_tables import all_tables
 from bench_turn import Turn, run_turn
 
-RESULTS = Path(__file__).resolve().parent / "results"
 MOST_REPEATS = 7
 
 
@@ -53,41 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keep", type=Path, help="existing folder in which the files of all processes are kept")
     options = parser.parse_args(arguments)
-    name, plan, tables = "foundation", full_plan(), all_tables
+    name, plan, tables, bars_of = "foundation", full_plan(), all_tables, bars_of_turns
     if options.forecast:
         if why := why_no_lines():
             parser.error(f"--forecast {why}")
-        name, plan, tables = "forecast", [forecast_specs(peers) for peers in options.forecast], forecast_table
+        name, plan = "forecast", [forecast_specs(peers) for peers in options.forecast]
+        tables, bars_of = forecast_table, forecast_bars
     elif options.averaging:
         name = "averaging"
         plan = [averaging_specs(millions, peers) for millions in options.averaging for peers in options.peers]
     elif options.quick:
         plan = quick_plan()
     limit_s = 0.0 if options.quick else 60 * options.minutes
-    started, clock = datetime.now(timezone.utc), time.monotonic()
-    loads = [os.getloadavg()[0]]
+    run, most_load = Run(), 0.0
     if options.joiner:
         name, repeats = "joiner", 1 if options.quick else MOST_REPEATS
         joined = [one for repeat in range(repeats) for one in run_joiners(options.joiner, repeat, options.keep)]
-        table = joiner_table(joined)
+        table, bars = joiner_table(joined), joiner_bars(joined)
         records = [{"millions": size, **asdict(one)} for size, one in joined]
     else:
         turns = run_repeats(plan, limit_s, options.keep)
         table, records, repeats = tables(turns), [asdict(turn) for turn in turns], 1 + max(one.repeat for one in turns)
-        loads += [turn.load for turn in turns]
-    facts = {
-        "date": started.strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "benchmarks/run.py", *(sys.argv[1:] if arguments is None else arguments)]),
-        "duration": f"{time.monotonic() - clock:.0f} s",
-        "repeats": str(repeats),
-        "load": f"{loads[0]:.1f} before, {os.getloadavg()[0]:.1f} after, {max(loads):.1f} at most"
-        " (1-minute averages, the benchmark's own processes included)",
-        **describe_machine(),
-    }
-    text = "\n".join(["# Benchmark", "", *(f"- {fact}: {value}" for fact, value in facts.items()), "", table, ""])
+        bars, most_load = bars_of(turns), max(turn.load for turn in turns)
+    facts = run.facts(most_load=most_load, repeats=str(repeats))
+    text = report("Benchmark", facts, table, bars)
     print(text)
     if not options.quick:
-        write_results(name, text, {**facts, "turns": [_plain(one) for one in records]})
+        write(name, text, facts, bars, turns=records)
     return 0
 
 
@@ -128,23 +114,6 @@ def run_joiners(sizes: Sequence[int], repeat: int, keep: Path | None) -> list[tu
         found.append((millions, run_joiner(millions, keep)))
         print(f"[repeat {repeat + 1}] {millions}M: {found[-1][1]}", file=sys.stderr, flush=True)
     return found
-
-
-def write_results(name: str, text: str, content: dict[str, Any]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """Values that JSON has: NaN becomes null, six significant digits are enough."""
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items() if name != "time"}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    if isinstance(value, float):
-        return None if math.isnan(value) else float(f"{value:.6g}")
-    return value
 
 
 def _progress(turn: Turn) -> str:

@@ -20,13 +20,13 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import psutil
 
-from bench_machine import describe_machine
+from bench_bars import is_so
+from bench_results import Run, report, write
 from bench_spec import json_lines
 from bench_stats import markdown_table, number
 from herd import Herd, Peer
@@ -35,6 +35,8 @@ RESTART_S, FROZEN_S = 20.0, 6.0
 #: a peer that has lived so long has taken all the memory that it needs
 SETTLED_S = 60.0
 SAMPLE_S = 5.0
+#: events that are counted
+TOLD = ("RoundMissed", "RoundIncomplete", "StateLoaded", "StepsUndone", "ParametersDiffered")
 #: the longest that the swarm may make no step
 STILL_S = 20.0
 #: by how much a peer may grow in what is left of its life: its memory, and (a few for each other peer) the others
@@ -128,7 +130,7 @@ def findings(soak: Soak) -> dict[str, Any]:
     events: dict[str, int] = defaultdict(int)
     for path in folder.glob("peer*.events.jsonl"):
         for line in json_lines(path):
-            if line["event"] in ("RoundMissed", "RoundIncomplete", "StateLoaded", "ParametersDiffered"):
+            if line["event"] in TOLD:
                 events[line["event"]] += 1
     grown = [found for sizes in soak.sizes.values() if (found := growth(sizes)) is not None]
     results = [float(path.read_text(encoding="utf-8")) for path in folder.glob("peer*.result")]
@@ -168,9 +170,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the events")
     parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind")
     parser.add_argument(
-        "--write", action=argparse.BooleanOptionalAction, default=True, help="benchmarks/results/soak.md"
+        "--write", action=argparse.BooleanOptionalAction, default=True, help="benchmarks/results/soak*.md"
     )
     options = parser.parse_args()
+    run = Run()
     with Herd(codec=options.codec) as herd:
         soak = Soak(herd, options.every, options.seed)
         for _ in range(options.peers):
@@ -193,13 +196,17 @@ def main() -> int:
         ["held-out loss, all that lived at the end", ", ".join(number(one) for one in found["held_out"])],
         ["wrong", "; ".join(wrong) or "nothing"],
     ]
-    facts = [
-        f"- {name}: {value}" for name, value in {"seconds": f"{60 * options.minutes:.0f}", **describe_machine()}.items()
+    what = f"{options.peers} peers, an event every {options.every:g} s, {options.codec or 'no compression'}"
+    bars = [
+        is_so(f"{what}: steps with unlike parameters", "0", str(len(found["unlike"])), holds=not found["unlike"]),
+        is_so(f"{what}: hangs, leaks, bad ends", "none", "; ".join(wrong) or "none", holds=not wrong),
     ]
-    text = "\n".join(["# Soak", "", *facts, "", markdown_table(["what", "found"], rows), ""])
+    facts = run.facts(peers=str(options.peers), minutes=f"{options.minutes:g}")
+    text = report("Soak", facts, markdown_table(["what", "found"], rows), bars)
     print(text)
     if options.write:
-        (Path(__file__).resolve().parent / "results" / "soak.md").write_text(text, encoding="utf-8")
+        name = "-".join(["soak", *filter(None, [options.codec]), *([] if options.every else ["calm"])])
+        write(name, text, facts, bars, found=found)
     return 1 if wrong else 0
 
 

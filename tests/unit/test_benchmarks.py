@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from bench_bars import Bar, at_most, bars_of_turns, bars_table
+from bench_joiner import Joiner, joiner_bars
 from bench_plan import (
     ALONE,
     DDP,
@@ -27,6 +29,7 @@ from bench_plan import (
     quick_plan,
     step_specs,
 )
+from bench_results import plain
 from bench_spec import Case, TurnSpec, json_lines, outcomes_of
 from bench_stats import (
     Round,
@@ -215,6 +218,58 @@ class TestTables:
 
 def cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+class TestBars:
+    @pytest.mark.parametrize(
+        ("values", "holds", "found"),
+        [
+            ([1.0, 2.0, 9.0], True, "2.00 s (1.00 to 9.00)"),
+            ([2.1], False, "2.10 s"),
+            ([math.nan], None, "not measured"),
+        ],
+    )
+    def test_the_median_decides(self, values: list[float], holds: bool | None, found: str) -> None:
+        assert at_most("what", 2.0, values, " s") == Bar(what="what", bar="<= 2.00 s", found=found, holds=holds)
+
+    def test_a_bar_that_is_missed_stands_out(self) -> None:
+        text = bars_table([at_most("one", 1.0, [2.0]), at_most("other", 1.0, [1.0])])
+        assert [cells(row)[3] for row in text.splitlines()[2:]] == ["**no**", "yes"]
+
+    def test_the_shortest_step_is_compared_with_stock_hivemind_in_the_same_repeat(self) -> None:
+        spec = {one.contender: one for one in step_specs(2, 0.001)}
+        turns = [turn(spec[NATIVE], repeat, 0.02 * (1 + repeat)) for repeat in range(3)]
+        turns += [turn(spec[STOCK_SIZED], repeat, 0.1 * (1 + repeat)) for repeat in range(3)]
+        shortest, stock, sized = bars_of_turns(turns)
+        assert (shortest.found, shortest.holds) == ("0.0400 s (0.0200 to 0.0600)", True)
+        assert (stock.found, stock.holds) == ("not measured", None)
+        assert (sized.found, sized.holds) == ("0.200 (0.200 to 0.200)", True)
+        assert bars_of_turns([turn(step_specs(2, 0.2)[1], 0, 0.8)]) == [], "not of the shortest step"
+
+    def test_averaging_has_a_bar_for_every_claim(self) -> None:
+        specs = {one.contender: one for one in averaging_specs(50, peers=4)}
+        seconds = {ALONE: 0.2, OURS: 1.2, NATIVE: 0.5, NATIVE_CLEAR: 0.4, DDP: 0.3}
+        turns = [
+            turn(specs[who], 0, step_s, cpu_s=step_s, sent_bytes=[specs[who].ideal_bytes])
+            for who, step_s in seconds.items()
+        ]
+        found = {bar.what.removeprefix("averaging 50M, 4 peers: "): bar for bar in bars_of_turns(turns)}
+        assert found["TLS, seconds / hivemind engine"].found == "0.300"
+        assert found["TLS, CPU seconds / hivemind engine"].holds
+        assert found["in the clear, seconds / hivemind engine"].holds is False
+        assert found["in the clear, seconds / gloo"] == Bar(
+            what="averaging 50M, 4 peers: in the clear, seconds / gloo", bar="<= 1.50", found="2.00", holds=False
+        )
+        assert found["native engine, bytes / ideal"].holds
+        assert found["TLS, 8 bits, seconds / hivemind engine"].holds is None
+
+    def test_a_joiner_is_measured_against_a_copy_and_a_step(self) -> None:
+        joined = Joiner(copy_s=0.5, states=1, join_s=1.8, step_s=1.0, longest_s=2.5)
+        copy, longest = joiner_bars([(50, joined)])
+        assert (copy.found, copy.holds, longest.found, longest.holds) == ("1.60", True, "2.50", False)
+
+    def test_what_json_does_not_have_is_null(self) -> None:
+        assert plain({"a": [math.nan, math.inf, 0.12345678], "time": 1}) == {"a": [None, None, 0.123457]}
 
 
 class TestPlans:
