@@ -27,7 +27,7 @@ HOLD_S = 120.0
 def main(folder: str) -> None:
     """Entry of every peer: load the spec and run its scenario."""
     spec = PeerSpec.load(Path(folder) / "spec.json")
-    torch.set_num_threads(1)
+    torch.set_num_threads(spec.free.get("threads", 1))
     module, _, function = spec.scenario.partition(":")
     run = getattr(importlib.import_module(module), function)
     try:
@@ -276,6 +276,9 @@ class BeforeBatch:
             with torch.no_grad():
                 for parameter in self._trainer.lightning_module.parameters():
                     parameter.add_(spec.free["move_parameters"])
+        if number and "rounds_unlike" in spec.free:  # as another processor would in every step
+            with torch.no_grad():
+                next(self._trainer.lightning_module.parameters()).mul_(1 + 2**-22)
         if number == 1 and "extra_value" in spec.free:
             self._strategy.arguments.extra_tensors[0].fill_(spec.free["extra_value"])
         self._ledger.take(batch["index"].tolist(), now_at(self._trainer, self._strategy))

@@ -212,6 +212,24 @@ def test_a_peer_whose_parameters_were_changed_takes_the_others(swarm: Swarm) -> 
     assert not peers[2].said("ParametersDiffered")
 
 
+def test_unlike_hardware_is_told_and_takes_a_state_at_comparisons_only(swarm: Swarm) -> None:
+    every, unlike = 10, {"free": {"threads": 2, "rounds_unlike": True}}
+    peers = swarm.start(
+        3, peers=[{}, unlike, {}], strategy={"average_state_every": every}, trainer=ENDLESS, delay_s=0.05
+    )
+    other = peers[1]
+    at_start = len(other.said("StateLoaded"))
+    other.wait_until(lambda: len(other.said("ParametersDiffered")) >= 2, timeout_s=120, what="two comparisons")
+    told, loaded = other.said("ParametersDiffered"), other.said("StateLoaded")[at_start:]
+    assert all("another kind" in one["reason"] for one in told)
+    assert len(loaded) <= len(told), "it takes states between comparisons, too"
+    assert all(one["epoch"] % every == 0 for one in told)
+    for peer in (peers[0], peers[2]):
+        assert not peer.said("ParametersDiffered")
+    epoch = max(other.commits)
+    other.wait_until(lambda: any(one > epoch for one in together(peers)), timeout_s=60, what="all in one step again")
+
+
 @pytest.mark.parametrize("client_mode", [False, True])
 def test_a_helper_that_is_left_alone_helps_who_comes_next(swarm: Swarm, client_mode: bool) -> None:
     """The state of where it stands has gone with the last trainer: it must not call others there for ever."""
