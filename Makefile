@@ -7,7 +7,8 @@ SETUP = $(PYTHON) scripts/setup_env.py --venv $(VENV)
 # short, and no worker waits for another; and they are given out one by one, not in piles.
 WORKERS ?= 4
 SEEDS ?= 0:10000
-THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# (And where Python may not keep what it has compiled, each of a thousand processes compiles this package anew.)
+THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 CODE = $(wildcard src tests examples benchmarks scripts docs)
 
 .DEFAULT_GOAL := help

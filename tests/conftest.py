@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from swarm.harness import Swarm, Zygotes  # noqa: E402 - needs the path above
 
-#: ENGINES=native,hivemind in the environment runs all tests on both, also those marked ``above_engines``
+#: ENGINES=native,hivemind in the environment: all on both, also what is marked ``above_engines`` or ``thorough``
 ENGINES = os.environ.get("ENGINES", "native,hivemind").split(",")
 _SWARM = pytest.StashKey[Swarm]()
 
@@ -37,7 +37,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def is_wanted(item: pytest.Item) -> bool:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        return parameters.get("engine") != "hivemind" or item.get_closest_marker("above_engines") is None
+        marked = "above_engines" if parameters.get("engine") == "hivemind" else "thorough"
+        return not {marked, "thorough"} & {mark.name for mark in item.iter_markers()}
 
     if "ENGINES" not in os.environ:
         config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.swarm
 
 
 @HIVEMIND_ONLY  # who is told to stop in a native round may still commit it, with those who are there
-@pytest.mark.parametrize("group", [False, True], ids=["process", "process group"])
+@pytest.mark.parametrize("group", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["process", "group"])
 def test_a_peer_that_is_told_to_stop_in_a_round_makes_no_step_of_its_own(swarm: Swarm, group: bool) -> None:
     """The others would see an epoch that is not theirs, and take the state of a peer that leaves."""
     first = swarm.in_a_round_with_a_frozen_peer()

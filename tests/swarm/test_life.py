@@ -17,6 +17,8 @@ from swarm.spec import ENDLESS, PeerSpec
 
 pytestmark = pytest.mark.swarm
 
+AVERAGERS = [pytest.param("averager 0", marks=pytest.mark.thorough), "averager 1"]
+
 
 def running(swarm: Swarm, **fields: object) -> Peer:
     """One peer in the middle of a fit that would never end."""
@@ -86,7 +88,7 @@ def test_kill_9_in_the_middle_of_a_round_leaves_nothing_behind(swarm: Swarm) -> 
     first.assert_clean()
 
 
-@pytest.mark.parametrize("part", ["daemon", "DHT", "averager 0", "averager 1"])
+@pytest.mark.parametrize("part", ["daemon", "DHT", *AVERAGERS])
 def test_a_peer_whose_own_process_is_killed_says_so_and_ends(swarm: Swarm, part: str) -> None:
     """It cannot go on; the others can."""
     if swarm.engine == "native" and "averager" in part:
@@ -103,7 +105,7 @@ def test_a_peer_whose_own_process_is_killed_says_so_and_ends(swarm: Swarm, part:
 
 
 @HIVEMIND_ONLY
-@pytest.mark.parametrize("part", ["averager 0", "averager 1"])
+@pytest.mark.parametrize("part", AVERAGERS)
 def test_a_process_that_hangs_does_not_keep_the_peer_from_ending(swarm: Swarm, part: str) -> None:
     """The round never comes back, and hivemind's threads wait for it; the trainer must still end, with the error."""
     first, second = swarm.start(2, trainer=ENDLESS, strategy={"averaging_timeout": 4.0}, delay_s=0.05)

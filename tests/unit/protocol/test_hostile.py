@@ -15,8 +15,10 @@ from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.simulation.faults import KINDS, Schedule
 from lightning_hivemind.simulation.world import World
 
-first, last = map(int, os.environ.get("SEEDS", "0:150").split(":"))
+first, last = map(int, os.environ.get("SEEDS", "0:100").split(":"))
 SEEDS = range(first, last)
+#: for further tests of the same: fewer in ``make test``
+AGAIN = SEEDS if "SEEDS" in os.environ else SEEDS[:50]
 
 
 def assert_one_lineage(world: World) -> None:
@@ -39,7 +41,7 @@ def test_whatever_happens_one_lineage_survives_and_goes_on(seed: int) -> None:
     assert min(peer.head.epoch for peer in world.living()) >= before + 3, "no progress in the calm"
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", AGAIN)
 def test_without_faults_nothing_forks_whatever_the_network_does(seed: int) -> None:
     world = Schedule(seed=seed, kinds=(), calm_s=5.0).run()
     assert world.forks == 0
@@ -48,7 +50,7 @@ def test_without_faults_nothing_forks_whatever_the_network_does(seed: int) -> No
 
 
 def test_the_schedules_have_every_kind_of_fault() -> None:
-    fired = [kind for seed in SEEDS for kind in kinds_fired(seed)]
+    fired = [kind for seed in SEEDS[:20] for kind in kinds_fired(seed)]
     assert set(fired) == set(KINDS)
 
 
