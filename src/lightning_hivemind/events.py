@@ -192,8 +192,8 @@ class StateLoaded(Event):
 class StepsUndone(Event):
     """With ``engine="native"``: the swarm had fallen apart, and this peer takes the state of who made more samples.
 
-    Its global steps ``first`` to ``last`` are undone, and with them ``samples`` of this peer. (What is longer ago than
-    some thousand steps is not remembered.)
+    Its global steps ``first`` to ``last`` are undone, and with them ``samples`` of this peer. (Of n thousand steps
+    ago every n-th or so is remembered: ``first`` and ``samples`` are as exact as that.)
     """
 
     level: ClassVar[int] = logging.WARNING

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native import trail as trail_module
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.trail import MARK_BYTES, Trail, Undone, sound_marks
+from lightning_hivemind.engine.native.trail import MARK_BYTES, Trail, Undone, remembered, sound_marks
 
 ROOT = Head.root("run", "founder")
 
@@ -75,14 +77,66 @@ def test_what_was_common_still_counts_if_it_is_undone_later() -> None:
     assert taken(one, third) == Undone(first=1, last=4, samples=14)
 
 
-def test_what_is_too_long_ago_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory in which long ago is soon."""
     monkeypatch.setattr(trail_module, "REMEMBERED", 4)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("mine", [4, 5, 9])
+@pytest.mark.parametrize("theirs", [10, 40, 1000])
+def test_of_what_is_long_ago_something_is_known(mine: int, theirs: int) -> None:
+    """Who was cut off alone makes few steps while the others make many."""
     one, other = Trail(ROOT), Trail(ROOT)
-    walk(one, "here", 9, mine=1)
-    walk(other, "there", 7)
-    assert len(one.marks) == 4 * MARK_BYTES
-    assert taken(one, other) == Undone(first=6, last=9, samples=4)
-    assert taken(Trail(ROOT), other) is None
+    walk(one, "here", mine, mine=2)
+    walk(other, "there", theirs)
+    kept = [epoch for epoch in remembered(other.head.epoch) if epoch <= mine]
+    if max(kept) == 0:
+        assert taken(one, other) is None, "nothing tells that it was on another way"
+    else:
+        found = taken(one, other)
+        assert found is not None
+        assert (found.last, found.samples) == (mine, 2 * mine)
+
+
+@pytest.mark.usefixtures("short")
+def test_who_slept_for_long_loses_nothing() -> None:
+    one, other = Trail(ROOT), Trail(ROOT)
+    for trail in (one, other):
+        walk(trail, "both", 50, mine=1)
+    walk(other, "both", 1000)
+    assert taken(one, other) is None
+
+
+@pytest.mark.usefixtures("short")
+def test_samples_are_counted_though_not_every_step_is_remembered() -> None:
+    one, other = Trail(ROOT), Trail(ROOT)
+    walk(one, "here", 100, mine=2)
+    walk(other, "there", 90)
+    found = taken(one, other)
+    assert found is not None
+    assert (found.last, found.samples) == (100, 200)
+
+
+@pytest.mark.usefixtures("short")
+@given(st.integers(0, 5000))
+def test_what_is_remembered_was_so_a_step_before(last: int) -> None:
+    before, now = list(remembered(last)), list(remembered(last + 1))
+    assert now == sorted(now, reverse=True)
+    assert {*now} <= {last + 1, *before}
+    assert now[:4] == [epoch for epoch in range(last + 1, last - 3, -1) if epoch >= 0]
+    assert len(now) <= 4 + 2 * (last + 1).bit_length()
+    assert now[-1] == 0
+
+
+def test_a_step_back_on_one_s_own_way_undoes_none_in_favour_of_others() -> None:
+    """A donor that has not heard of the last step yet: it will be made again."""
+    one, other = Trail(ROOT), Trail(ROOT)
+    for trail in (one, other):
+        walk(trail, "both", 5, mine=7)
+    walk(one, "both", 1, mine=7)
+    assert taken(one, other) is None
 
 
 def test_from_a_checkpoint_a_trail_begins() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
 
-#: steps that are remembered, and told with a state; bytes of a lineage that tell it from others
+#: of the last steps all are remembered; the further back, the fewer; bytes of a lineage that tell it from others
 REMEMBERED, MARK_BYTES = 4096, 8
 
 
@@ -24,41 +25,76 @@ class Trail:
 
     def __init__(self, head: Head) -> None:
         self.head = head
-        #: at each of the last epochs: whose lineage it was, and the samples of this peer in the step there; None: no
-        #: step led there
+        #: at each epoch that is remembered, in order: whose lineage it was, and the samples of this peer in the steps
+        #: since the one before; None: no step led there
         self._way: dict[int, tuple[bytes, int | None]] = {head.epoch: (_mark(head), None)}
 
     @property
     def marks(self) -> bytes:
-        """For whoever takes this peer's state: one for each of the last epochs, the head's at the end."""
-        return b"".join(mark for mark, _ in self._way.values())
+        """For whoever takes this peer's state: the head's, then those before it, as :func:`remembered`."""
+        found = []
+        for epoch in remembered(self.head.epoch):
+            if epoch not in self._way:
+                break  # the trail begins after that
+            found.append(self._way[epoch][0])
+        return b"".join(found)
 
     def step(self, head: Head, mine: int) -> None:
         """One step on, to ``head``, with so many samples of this peer."""
         self.head = head
         self._way[head.epoch] = _mark(head), mine
-        if len(self._way) > REMEMBERED:
-            del self._way[next(iter(self._way))]
+        if not head.epoch % REMEMBERED:
+            self._way = _thinned(self._way, set(remembered(head.epoch)))
 
     def take(self, head: Head, marks: bytes) -> Undone | None:
         """This peer goes to ``head`` by the way of these ``marks``. None if that undoes no step, as far as is known."""
-        first = head.epoch + 1 - len(marks) // MARK_BYTES
-        theirs = {first + at // MARK_BYTES: marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES)}
-        undone: dict[int, int] = {}
-        way: dict[int, tuple[bytes, int | None]] = {epoch: (mark, 0) for epoch, mark in theirs.items()}
-        for epoch, (mark, mine) in self._way.items():
-            if theirs.get(epoch) == mark:
-                way[epoch] = mark, mine
-            elif epoch >= first and mine is not None:
-                undone[epoch] = mine
-        self.head, self._way = head, way
-        return Undone(min(undone), max(undone), sum(undone.values())) if undone else None
+        parts = [marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES)]
+        theirs = dict(zip(remembered(head.epoch), parts, strict=False))
+        shared = max((epoch for epoch, (mark, _) in self._way.items() if theirs.get(epoch) == mark), default=-1)
+        parted = any(theirs.get(epoch, mark) != mark for epoch, (mark, _) in self._way.items())
+        undone = {epoch: mine for epoch, (_, mine) in self._way.items() if epoch > shared and mine is not None}
+        common = {epoch: one for epoch, one in self._way.items() if epoch <= shared}
+        rest = {epoch: (theirs[epoch], 0) for epoch in reversed(theirs) if epoch not in common}
+        self.head, self._way = head, _thinned(dict(sorted((common | rest).items())), set(theirs))
+        if not parted or not undone:
+            return None  # behind, or a step back on the same way
+        return Undone(min(undone), max(undone), sum(undone.values()))
+
+
+def remembered(last: int) -> Iterator[int]:
+    """Epochs that are remembered at epoch ``last``, newest first: all of the last :data:`REMEMBERED`, then every second
+    one of as many, every fourth of twice as many, and so on. One step later they are among these and the new one.
+    """
+    epoch = last
+    while epoch >= 0:
+        spacing = 1 << ((last - epoch) // REMEMBERED).bit_length()
+        if epoch % spacing:
+            epoch -= epoch % spacing
+            continue  # the spacing may be wider there
+        yield epoch
+        epoch -= 1
 
 
 def sound_marks(head: Head, marks: object) -> bool:
     """Whether these can be the marks of a trail to ``head``."""
-    fits = isinstance(marks, bytes) and 0 < len(marks) <= MARK_BYTES * min(REMEMBERED, head.epoch + 1)
-    return fits and len(marks) % MARK_BYTES == 0 and marks[-MARK_BYTES:] == _mark(head)  # type: ignore[arg-type, index]
+    if not isinstance(marks, bytes) or len(marks) % MARK_BYTES or marks[:MARK_BYTES] != _mark(head):
+        return False
+    return sum(1 for _ in zip(remembered(head.epoch), range(len(marks) // MARK_BYTES), strict=False)) == (
+        len(marks) // MARK_BYTES
+    )
+
+
+def _thinned(way: dict[int, tuple[bytes, int | None]], kept: set[int]) -> dict[int, tuple[bytes, int | None]]:
+    """Only these epochs; the samples of the others count at the next one that is left, or are forgotten at the end."""
+    found: dict[int, tuple[bytes, int | None]] = {}
+    before: int | None = None
+    for epoch, (mark, mine) in way.items():
+        total = None if mine is None and before is None else (mine or 0) + (before or 0)
+        if epoch in kept:
+            found[epoch], before = (mark, total), None
+        else:
+            before = total
+    return found
 
 
 def _mark(head: Head) -> bytes:
