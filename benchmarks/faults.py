@@ -109,6 +109,11 @@ def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
     return found, math.inf
 
 
+def worst(values: Sequence[float]) -> float:
+    """NaN if one was not measured."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
 def slow(epochs: int) -> tuple[float, float, int, bool]:
     """Samples per second that two peers give alone, and beside a slow one, over so many steps each.
 
@@ -198,9 +203,9 @@ def main() -> int:
         ["`kill -9`: longest step of the others above the usual, s", summary(list(kills.values())).show()],
         *([f"... {moment}", number(found)] for moment, found in kills.items()),
         [f"... the first peer, {len(firsts)} times", summary(firsts).show()],
-        ["... the longest of all", number(max(*kills.values(), *firsts))],
+        ["... the longest of all", number(worst([*kills.values(), *firsts]))],
         [f"SIGSTOP for {FROZEN_S:.0f} s: the same", summary([one for one, _ in freezes]).show()],
-        ["... the longest of all", number(max(one for one, _ in freezes))],
+        ["... the longest of all", number(worst([one for one, _ in freezes]))],
         ["... until it is in step again once thawed", summary([back for _, back in freezes]).show()],
         [f"a peer {SLOWER:.0f} times slower: samples/s of the other two without it", number(alone)],
         ["... and beside it", number(beside)],
@@ -212,11 +217,11 @@ def main() -> int:
         ["... states that had to be taken", str(states)],
     ]
     kept, false_deaths = beside / alone, without + states + max(0, options.rounds - steps)
-    frozen_s, back_s = [max(column) for column in zip(*freezes, strict=True)]
+    frozen_s, back_s = [worst(column) for column in zip(*freezes, strict=True)]
     what = "kill -9 in any role and phase: longest step of the others above the usual"
     slower, gives = f"a peer {SLOWER:.0f} times slower", f"{gave} of {options.epochs} steps"
     bars = [
-        at_most(what, 2.0, [max(*kills.values(), *firsts)], " s"),
+        at_most(what, 2.0, [worst([*kills.values(), *firsts])], " s"),
         at_most("SIGSTOP: the same (it is noticed within 2 s)", 4.0, [frozen_s], " s"),
         at_most("SIGSTOP: until it is in step again", BACK_S, [back_s], " s"),
         at_most(f"false deaths in {options.rounds} rounds on a busy machine", 0.0, [false_deaths]),

@@ -120,9 +120,10 @@ class SimulatedPeer:
         """Samples (names) that are known to be in no commit of the lineage that this peer is on."""
         if not self._forsaken and not self._unknown:
             return 0
-        kept = {one for commit in self.applied for one in commit.contributions}
-        unknown = self._unknown.difference(*(self.world.samples_of(one) for one in kept if one.peer == self.name))
-        return len(unknown) + sum(one.samples // self.habits.weight for one in self._forsaken - kept)
+        kept = [one for commit in self.applied for one in commit.contributions if one.peer == self.name]
+        # by sample: what it gave in vain to one round, it may have given again to another one
+        gone = self._unknown.union(*map(self.world.samples_of, self._forsaken))
+        return len(gone.difference(*map(self.world.samples_of, kept)))
 
     # ------------------------------------------------------------------ training
 

@@ -111,3 +111,15 @@ def test_donors_that_never_have_anything_new_are_asked_no_longer_than_promised()
     scene.peer._since -= 600.0
     with pytest.raises(StateError, match="load_state_timeout"):
         scene.peer.run(HERE)
+
+
+def test_who_has_got_in_step_by_a_step_and_needs_a_state_much_later_has_all_the_time_again() -> None:
+    """The state was that of the step before, and that step was here."""
+    scene = Scene({"a": HERE})
+    for _ in range(2):
+        assert scene.peer.run(HERE) == HERE
+    assert scene.peer._since is not None
+    scene.peer._since -= 600.0
+    scene.peer.settled()
+    scene.offers["a"] = GOAL
+    assert scene.peer.run(HERE) == GOAL

@@ -11,12 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native.protocol import messages
-from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_TOTAL, Head
 from lightning_hivemind.engine.native.wire.encoding import MAX_INT, MAX_MESSAGE_BYTES, decode, encode
 from lightning_hivemind.errors import WireError
 
 KINDS = typing.get_args(messages.Message)
 st.register_type_strategy(int, st.integers(0, MAX_INT))
+st.register_type_strategy(
+    Head,
+    st.builds(
+        Head, epoch=st.integers(0, MOST_EPOCHS), lineage=st.binary(max_size=64), samples=st.integers(0, MOST_TOTAL)
+    ),
+)
 st.register_type_strategy(float, st.floats(0, allow_infinity=False, allow_nan=False))
 st.register_type_strategy(str, st.text(max_size=60))
 st.register_type_strategy(bytes, st.binary(max_size=32))

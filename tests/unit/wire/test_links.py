@@ -119,6 +119,19 @@ def test_messages_overtake_chunks_that_wait_and_go_between_the_pieces_of_one(tow
     assert all(payload == chunk for _, header, payload in slow.frames if header.kind is Kind.INPUT)
 
 
+def test_messages_do_not_overtake_one_another(town: City) -> None:
+    """A plan and what was decided with it, say."""
+    first = town.settle("first")
+    ledger = town.ledgers["other"] = Slow()
+    ledger.may.set()
+    town.add("other", ledger)
+    said = [str(number).encode() for number in range(300)]
+    for one in said:
+        first.send("other", Header(kind=Kind.MESSAGE, length=len(one)), (one,))
+    wait_for(lambda: len(ledger.frames) == len(said), "everything")
+    assert [payload for _, _, payload in ledger.frames] == said
+
+
 def test_a_round_and_a_state_take_turns_and_questions_wait_for_neither(town: City) -> None:
     first = town.settle("first")
     slow = town.ledgers["slow"] = Slow()

@@ -82,7 +82,7 @@ class CatchingUp:
                 found, news, error = None, False, failure
             if found is not None:
                 if parts.handover.settle(found):
-                    self._stands = self._since = None
+                    self.settled()
                 if news:
                     self._since = None
                     self._no_news_s = NO_NEWS_S
@@ -112,6 +112,10 @@ class CatchingUp:
                     " (not in client_mode). Nothing was changed here."
                 )
         return self._go_on(head, reason, gives_up=self._nobody_has_it())
+
+    def settled(self) -> None:
+        """This peer is where the swarm is: for a state that it needs later it waits anew."""
+        self._stands = self._since = None
 
     def _go_on(self, head: Head, reason: str, *, gives_up: bool = False) -> Head:
         self._since = None

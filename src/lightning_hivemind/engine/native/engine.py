@@ -202,8 +202,7 @@ class NativeEngine:
                 lost = 0
             if refused := handover.take_refused():
                 self._reports.refused(self.epoch, refused)
-            if handover.owes and not handover.settle(self._head):
-                self._owe()
+            if handover.owes and not self._owes_nothing(handover):
                 continue
             if (failure := handover.take_failure()) is not None:
                 self._reports.round_failed(self.epoch, failure)
@@ -275,14 +274,17 @@ class NativeEngine:
             return None
         return self._stepper.copy_state(known)
 
-    def _owe(self) -> None:
-        """The parameters here are not the swarm's: fetch its state, and go on from there."""
-        if self._a.auxiliary:  # it has none, and needs none
-            self._head = self._running().driver.status.head or self._head
-            self._running().handover.settle(self._head)
-            return
+    def _owes_nothing(self, handover: Handover) -> bool:
+        """The parameters here were not the swarm's. Are they now? Else fetch its state, and go on from there."""
         assert self._catching_up is not None
-        self._head = self._catching_up.run(self._head)
+        if settled := handover.settle(self._head):
+            self._catching_up.settled()
+        elif self._a.auxiliary:  # it has none, and needs none
+            self._head = self._running().driver.status.head or self._head
+            handover.settle(self._head)
+        else:
+            self._head = self._catching_up.run(self._head)
+        return settled
 
     # ------------------------------------------------------------------ the swarm
 

@@ -137,4 +137,4 @@ def _read(value: Any) -> Place | None:
     if not isinstance(reduces, bool) or not isinstance(stamp, float) or not math.isfinite(stamp):
         return None
     head = Head(epoch=epoch, lineage=lineage, samples=total)
-    return Place(head=head, samples=samples, stamp=stamp, reduces=reduces, cuts=cuts)
+    return Place(head=head, samples=samples, stamp=stamp, reduces=reduces, cuts=cuts) if head.can_be else None

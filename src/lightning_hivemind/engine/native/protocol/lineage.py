@@ -11,6 +11,8 @@ from itertools import pairwise
 PeerId = str
 #: of one peer, for one step: who says that it has more has made a mistake, or lies
 MOST_SAMPLES = 1 << 40
+#: of a head: no run gets there, and what follows on it can still be said
+MOST_EPOCHS = MOST_TOTAL = 1 << 62
 #: commits that a peer remembers, to tell late peers what became of their contributions
 REMEMBERED = 64
 
@@ -41,6 +43,11 @@ class Head:
     epoch: int
     lineage: bytes
     samples: int
+
+    @property
+    def can_be(self) -> bool:
+        """Whether a run can have got there."""
+        return 0 <= self.epoch <= MOST_EPOCHS and 0 <= self.samples <= MOST_TOTAL
 
     @classmethod
     def root(cls, run: str, founder: PeerId) -> Head:

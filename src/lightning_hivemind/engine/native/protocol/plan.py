@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head, PeerId, can_be_summed
 
+#: of a plan, one for each peer that was lost or refused; more than that is no plan, nor can it be said in a frame
+MOST_VERSIONS = 1 << 31
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
@@ -70,6 +73,7 @@ class Plan:
     def fits(self, chunks: int, sender: PeerId) -> bool:
         """Whether it can be a plan for a vector of so many chunks, and ``sender`` the one that makes it."""
         sound = len(self.owners) == len(self.since) == chunks and {*self.owners} <= {*self.members}
+        sound &= self.version <= MOST_VERSIONS and all(since <= self.version for since in self.since)
         sound &= can_be_summed(self.contributions) and {*self.contributors} <= {*self.members}
         return sound and self.coordinator == sender
 

@@ -194,7 +194,7 @@ def read_description(
         if not sound:
             raise ValueError("of other types")
         head = Head(epoch=epoch, lineage=lineage, samples=samples)
-        if not sound_marks(head, marks):
+        if not head.can_be or not sound_marks(head, marks):
             raise ValueError("no way leads there")
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise StateError(f"a peer described its state in a way that cannot be understood: {error}") from None

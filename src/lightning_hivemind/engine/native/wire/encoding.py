@@ -17,6 +17,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from lightning_hivemind.engine.native.protocol import messages
+from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.errors import WireError
 
 #: a plan of a thousand peers and ten thousand chunks fits
@@ -87,7 +88,10 @@ def _read_dataclass(kind: type) -> Reader:
     def read(value: Any) -> Any:
         if not isinstance(value, list) or len(value) != len(readers):
             raise ValueError(f"{kind.__name__} has {len(readers)} fields")
-        return kind(**{name: reader(one) for (name, reader), one in zip(readers, value, strict=True)})
+        found = kind(**{name: reader(one) for (name, reader), one in zip(readers, value, strict=True)})
+        if isinstance(found, Head) and not found.can_be:
+            raise ValueError("a head that no run can have")
+        return found
 
     return read
 

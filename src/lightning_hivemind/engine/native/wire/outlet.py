@@ -117,10 +117,12 @@ class Outlet:
                 header, payload = self._next(header)
                 if header in self._unsent:
                     self._lanes.open_more(sock)
+                waits = self._queue_of(header) is not self._urgent
                 for piece in pieces(header, payload):
-                    while (message := self._message()) is not None:
+                    while waits and (message := self._message()) is not None:
                         write(sock, *message)
                     write(sock, *piece)
+                    waits = True  # a message does not wait for one that came later
         except OSError:
             self._sent(header)  # or lost: connected again, or found to be gone, by the caller
 
