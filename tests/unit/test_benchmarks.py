@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from bench_bars import Bar, at_most, bars_of_turns, bars_table
+import bars
+import bench_results
+import forks
+from bench_bars import Bar, at_most, bars_of_turns, bars_table, is_so
 from bench_joiner import Joiner, joiner_bars
 from bench_plan import (
     ALONE,
@@ -29,7 +33,7 @@ from bench_plan import (
     quick_plan,
     step_specs,
 )
-from bench_results import plain
+from bench_results import Run, plain, report, write
 from bench_spec import Case, TurnSpec, json_lines, outcomes_of
 from bench_stats import (
     Round,
@@ -270,6 +274,36 @@ class TestBars:
 
     def test_what_json_does_not_have_is_null(self) -> None:
         assert plain({"a": [math.nan, math.inf, 0.12345678], "time": 1}) == {"a": [None, None, 0.123457]}
+
+    def test_a_measurement_that_failed_is_told(self) -> None:
+        assert at_most("what", 2.0, [1.0, math.nan, 3.0]).found == "2.00 (1.00 to 3.00); 1 of 3 failed"
+
+    @pytest.mark.parametrize(("holds", "status"), [(True, 0), (None, 0), (False, 1)])
+    def test_bars_that_were_written_are_in_the_table_of_all(
+        self, holds: bool | None, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (bars, bench_results):
+            monkeypatch.setattr(module, "RESULTS", tmp_path)
+        facts = Run().facts()
+        others = [is_so("one", "no fork", "none", holds=True)]
+        mine = [Bar(what="other", bar="<= 1.00 s", found="0.50 s", holds=holds)]
+        for name, found in (("a", others), ("b", mine)):
+            write(name, report(name, facts, "| table |", found), facts, found, values={"a": [math.nan]})
+        assert "| other | <= 1.00 s | 0.50 s |" in (tmp_path / "b.md").read_text()
+        assert json.loads((tmp_path / "b.json").read_text())["values"] == {"a": [None]}
+        assert bars.main() == status
+        lines = (tmp_path / "bars.md").read_text().splitlines()
+        assert f"2 bars, {status} do not hold, {int(holds is None)} were not measured." in lines
+        assert [line.split("|")[1].strip() for line in lines if facts["commit"] in line] == ["one", "other"]
+
+    def test_forks_are_counted_among_the_commits_of_all_lineages(self) -> None:
+        found = [forks.schedule(seed, kinds) for seed in range(3) for kinds in ((), ("cut",))]
+        assert all(one.commits > 0 and one.one for one in found)
+        assert not any(one.faults or one.forks for one in found[::2])
+        split = forks.Found(commits=40, forks=2, faults=3, one=False)
+        assert forks.row("cut", [split, forks.Found(commits=60, forks=0, faults=1, one=True)]) == [
+            "cut", "4", "100", "2", "20", "1 of 2", "1",
+        ]  # fmt: skip
 
 
 class TestPlans:

@@ -11,8 +11,9 @@ import pytest
 from lightning_hivemind.engine.native import catching_up
 from lightning_hivemind.engine.native.catching_up import MOST_DONORS, CatchingUp
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.trail import Undone
 from lightning_hivemind.errors import StateError
-from lightning_hivemind.events import Event, EventBus, StateUnavailable, Waiting
+from lightning_hivemind.events import Event, EventBus, StateUnavailable, StepsUndone, Waiting
 
 
 def head(samples: int, lineage: bytes = b"x") -> Head:
@@ -20,6 +21,8 @@ def head(samples: int, lineage: bytes = b"x") -> Head:
 
 
 HERE, GOAL = head(1568), head(1600)
+DECIDED: list[object] = []
+UNDONE = Undone(first=48, last=49, samples=64)
 
 
 class Scene:
@@ -30,7 +33,9 @@ class Scene:
         self.goal = GOAL
         status = SimpleNamespace(head=GOAL, living=tuple(sorted(offers)), cut=(), clients=frozenset())
         driver = SimpleNamespace(status=status, adopt=lambda *_, **__: None)
-        handover = SimpleNamespace(settle=lambda found: found == self.goal, leads_on=lambda head: True)
+        handover = SimpleNamespace(
+            settle=lambda found: found == self.goal, leads_on=lambda head: True, take_decided=lambda: DECIDED
+        )
         downloads = SimpleNamespace(fetch=self.fetch, share=0.5)
         arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=False, client_mode=False)
         bus = EventBus()
@@ -43,10 +48,15 @@ class Scene:
             SimpleNamespace(should_abort=lambda: False),  # type: ignore[arg-type]
             SimpleNamespace(  # type: ignore[arg-type]
                 read=lambda offer: SimpleNamespace(head=offer, digest=b"d"),
-                adopt=lambda description, memory: self.installed.append(description.head),
+                adopt=self.adopt,
             ),
             bus,
         )
+
+    def adopt(self, description: Any, memory: Any, decided: object) -> Undone:
+        assert decided is DECIDED
+        self.installed.append(description.head)
+        return UNDONE
 
     def fetch(self, donors: list[str], read: Callable[[Any], Any], timeout_s: float, stops: Any, **_: Any) -> Any:
         self.asked.append(donors)
@@ -67,6 +77,8 @@ def test_the_state_of_the_goal_is_taken() -> None:
     scene = Scene({"a": GOAL})
     assert scene.peer.run(HERE) == GOAL
     assert scene.installed == [GOAL]
+    undone = [event for event in scene.events if isinstance(event, StepsUndone)]
+    assert undone == [StepsUndone(time=undone[0].time, epoch=50, first=48, last=49, samples=64)]
 
 
 def test_a_state_of_fewer_samples_than_this_peer_s_own_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,27 @@ def test_who_follows_others_owes_their_state_and_forgets_the_steps_of_before(des
     assert desk.handover.next_step(ROOT) is None
 
 
+@pytest.mark.parametrize("how", ["heard", "learned later"])
+def test_steps_that_are_not_made_yet_are_known_until_they_are(desk: Desk, how: str) -> None:
+    desk.add(8)
+    if how == "heard":
+        commit = desk.commit(desk.give())
+    else:
+        commit = commit_on(ROOT, desk.give())
+        desk.handover.behind(commit.head, (commit,))
+    desk.handover.behind(Head(epoch=9, lineage=b"y" * 16, samples=900), ())
+    assert [(one.commit, one.mine) for one in desk.handover.take_decided()] == [(commit, 8)]
+    assert not desk.handover.take_decided()
+
+
+def test_steps_that_were_made_are_not_told_as_waiting(desk: Desk) -> None:
+    desk.add(8)
+    commit = desk.commit(desk.give())
+    assert desk.handover.next_step(ROOT) is not None
+    desk.handover.next_step(commit.head)
+    assert not desk.handover.take_decided()
+
+
 def test_who_adopts_a_head_owes_nothing(desk: Desk) -> None:
     desk.handover.behind(Head(epoch=9, lineage=b"y" * 16, samples=900), ())
     desk.handover.adopted(ROOT)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native import trail as trail_module
-from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.trail import MARK_BYTES, Trail, Undone, remembered, sound_marks
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.trail import MARK_BYTES, Decided, Trail, Undone, remembered, sound_marks
 
 ROOT = Head.root("run", "founder")
 
@@ -75,6 +75,50 @@ def test_what_was_common_still_counts_if_it_is_undone_later() -> None:
     taken(one, other)
     walk(third, "third", 9)
     assert taken(one, third) == Undone(first=1, last=4, samples=14)
+
+
+def decided(parent: Head, steps: int, mine: int) -> list[Decided]:
+    """So many steps on from there that the peer took part in and has not made yet."""
+    found: list[Decided] = []
+    for _ in range(steps):
+        contribution = Contribution(peer="me", number=1, samples=mine)
+        commit = Commit(round=b"r", parent=parent, contributions=(contribution,), digest=b"d")
+        found.append(Decided(commit, mine))
+        parent = commit.head
+    return found
+
+
+@pytest.mark.parametrize("made", [0, 2], ids=["all of them", "the later ones"])
+@pytest.mark.parametrize("theirs", [1, 3, 9], ids=["fewer", "as many", "more"])
+def test_steps_that_were_decided_and_not_made_here_are_undone_too(made: int, theirs: int) -> None:
+    """In the midst of a long batch, say."""
+    one, other = Trail(ROOT), Trail(ROOT)
+    walk(one, "here", made, mine=2)
+    walk(other, "there", theirs)
+    later = decided(one.head, 3 - made, mine=5)
+    assert one.take(other.head, other.marks, later) == Undone(first=1, last=3, samples=2 * made + 5 * (3 - made))
+    walk(other, "there", 9)
+    assert taken(one, other) is None, "told once"
+
+
+def test_steps_that_are_still_to_be_made_are_undone_by_none_on_their_way() -> None:
+    one, donor = Trail(ROOT), Trail(ROOT)
+    steps = decided(ROOT, 3, mine=5)
+    donor.step(steps[0].commit.head, 0)
+    assert one.take(donor.head, donor.marks, steps) is None
+    other = Trail(ROOT)
+    walk(other, "there", 9)
+    assert taken(one, other) == Undone(first=1, last=3, samples=15)
+
+
+def test_steps_that_were_made_meanwhile_are_counted_once() -> None:
+    one, donor, other = Trail(ROOT), Trail(ROOT), Trail(ROOT)
+    steps = decided(ROOT, 2, mine=5)
+    assert one.take(donor.head, donor.marks, steps) is None
+    for step in steps:
+        one.step(step.commit.head, step.mine)
+    walk(other, "there", 9)
+    assert taken(one, other) == Undone(first=1, last=2, samples=10)
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ class CatchingUp:
         description, memory = found
         state = description.head, description.digest
         if state != known:
-            undone = self._stepper.adopt(description, memory)
+            undone = self._stepper.adopt(description, memory, self._parts.handover.take_decided())
             if undone is not None:
                 first, last, samples = undone.first, undone.last, undone.samples
                 self._events.emit(StepsUndone(epoch=description.head.epoch, first=first, last=last, samples=samples))

@@ -19,6 +19,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.seam import Given
 from lightning_hivemind.engine.native.spill import on_disk
+from lightning_hivemind.engine.native.trail import Decided
 from lightning_hivemind.errors import SwarmError
 
 #: memory for averages that wait for the training thread; more of them wait on disk
@@ -62,6 +63,8 @@ class Handover:
         self._most_waiting = max(2, min(MOST_WAITING, WAITING_BYTES // max(1, 4 * gradients.elements)))
         self.changed = threading.Condition()
         self._steps: deque[Step] = deque()
+        #: steps with samples of this peer, until they are made here
+        self._decided: list[Decided] = []
         self._head: Head | None = None
         self._lost = self._refused = 0
         self._failure: str | None = None
@@ -127,7 +130,7 @@ class Handover:
             self._lost += lost
             if listed or not self._gives:
                 self._failures.clear()
-            self._note_stop(commit)
+            self._note(commit, mine)
             if average is None or not follows:
                 self._steps.clear()
                 self.owes = True
@@ -138,14 +141,15 @@ class Handover:
             self.changed.notify_all()
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
-        listed: list[Contribution] = [one for c in commits for one in c.contributions if one.peer == self._me]
-        lost = self._gradients.committed(listed, head.epoch) if commits else self._gradients.moved(head.epoch)
+        listed = {c: [one for one in c.contributions if one.peer == self._me] for c in commits}
+        given: list[Contribution] = [one for found in listed.values() for one in found]
+        lost = self._gradients.committed(given, head.epoch) if commits else self._gradients.moved(head.epoch)
         with self.changed:
             self._head, self._lost, self.under_way, self._since = head, self._lost + lost, False, None
             self.owes = True
             self._steps.clear()
-            for commit in commits:
-                self._note_stop(commit)
+            for commit, found in listed.items():
+                self._note(commit, sum(one.samples for one in found))
             self.changed.notify_all()
 
     def refused(self) -> None:
@@ -196,6 +200,7 @@ class Handover:
     def next_step(self, head: Head) -> Step | None:
         """The step that leads on from ``head``, if it is here."""
         with self.changed:
+            self._decided = [one for one in self._decided if one.epoch > head.epoch]
             while self._steps and self._steps[0].commit.parent.epoch < head.epoch:
                 self._steps.popleft()  # a state that was fetched has them already
             if self._steps and self._steps[0].commit.parent == head:
@@ -247,9 +252,17 @@ class Handover:
                 self.owes = True
         self._steps.append(step)
 
-    def _note_stop(self, commit: Commit) -> None:
+    def _note(self, commit: Commit, mine: int) -> None:
+        if mine:
+            self._decided.append(Decided(commit, mine))
         if commit.stop and self.stops_at is None:
             self.stops_at = commit.head.epoch
+
+    def take_decided(self) -> list[Decided]:
+        """Steps with samples of this peer that were decided and not made here, since this was asked last."""
+        with self.changed:
+            decided, self._decided = self._decided, []
+            return decided
 
     def take_lost(self) -> int:
         """Samples that were dropped since this was asked last."""

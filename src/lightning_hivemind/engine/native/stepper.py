@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_hivemind.engine.native.moments import Moments
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, install, read_description
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.trail import Trail, Undone
+from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
 from lightning_hivemind.errors import ArgumentError
 
 
@@ -175,8 +175,11 @@ class Stepper:
         """What another peer says of its state, once it is known to fit. Raises StateError."""
         return read_description(data, self.optimizer, self._shared, self.statistics.own)
 
-    def adopt(self, description: Description, memory: Tensor) -> Undone | None:
-        """Put another peer's state, which was checked, into everything; returns the steps that this undoes."""
+    def adopt(self, description: Description, memory: Tensor, decided: Iterable[Decided] = ()) -> Undone | None:
+        """Put another peer's state, which was checked, into everything; returns the steps that this undoes.
+
+        ``decided``: see :meth:`.Trail.take`.
+        """
         self.settle(wait=True)
         with self.lock:
             rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -186,7 +189,7 @@ class Stepper:
             _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
             self._training.advance_schedulers(description.head.epoch)
             _set_rates(self.optimizer, theirs)
-            undone = self.trail.take(description.head, description.marks)
+            undone = self.trail.take(description.head, description.marks, decided)
             self.statistics.adopted(description.head.epoch)
             if self.low_rank is not None:
                 self.low_rank.adopted(description.head.epoch)
