@@ -190,9 +190,7 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
     model.before_batch = BeforeBatch(spec, trainer, strategy, recorder, ledger)
     loader = make_loader(spec.data_samples, spec.batch_size, spec.order_seed)
     validation = make_loader(32, 32, None)
-    # weights_only=False: the checkpoints of these tests are our own
-    more = {"weights_only": False} if spec.ckpt_path else {}
-    trainer.fit(model, loader, validation, ckpt_path=spec.ckpt_path, **more)
+    trainer.fit(model, loader, validation, ckpt_path=spec.ckpt_path)
     save_parameters(spec, model, -1)
     if spec.free.get("save_to"):
         trainer.save_checkpoint(spec.free["save_to"])

@@ -113,8 +113,8 @@ def evaluate(spec: PeerSpec) -> None:
     model, loader = make_model(pl, seed=3), make_loader(32, 8, None)
     if strategy:
         strategy["strategy"].events.subscribe(lambda event: recorder.write(type(event).__name__))
-    (result,) = trainer.test(model, loader, ckpt_path=spec.free["checkpoint"], weights_only=False, verbose=False)
-    predictions = trainer.predict(model, loader, ckpt_path=spec.free["checkpoint"], weights_only=False)
+    (result,) = trainer.test(model, loader, ckpt_path=spec.free["checkpoint"], verbose=False)
+    predictions = trainer.predict(model, loader, ckpt_path=spec.free["checkpoint"])
     recorder.write("evaluated", digest=digest_of(model.named_parameters()), predictions=len(predictions), **result)
 
 

@@ -17,7 +17,7 @@ ALL_DELAYS = {**STEP_DELAYED, "delay_grad_averaging": True}
 
 
 def test_overlapping_everything_trains_both_peers_at_one_rate(swarm: Swarm) -> None:
-    """sources/000 and 002: the three delays, offload_optimizer and scheduler_fn."""
+    """As published: the three delays, offload_optimizer and scheduler_fn."""
     peers = swarm.start(
         2,
         strategy={**ALL_DELAYS, "offload_optimizer": True},
@@ -80,7 +80,7 @@ def test_a_failed_delayed_round_steps_on_the_gradient_that_was_kept(swarm: Swarm
 
 @pytest.mark.parametrize("gamma", [0.9, 0.5])
 def test_an_offloaded_optimizer_steps_as_one_on_the_device(swarm: Swarm, gamma: float) -> None:
-    """sources/000: offload_optimizer with scheduler_fn; parameters and rates equal the replay."""
+    """As published: offload_optimizer with scheduler_fn; parameters and rates equal the replay."""
     schedule = f"partial(torch.optim.lr_scheduler.ExponentialLR, gamma={gamma})"
     (peer,) = swarm.start(
         1,
@@ -201,3 +201,19 @@ def test_an_offloaded_optimizer_with_a_scheduler_of_the_module_is_refused_with_t
     assert error["kind"] == "ArgumentError"
     assert "scheduler_fn" in error["text"]
     peer.wait_exit(code=1)
+
+
+def test_validation_of_a_delayed_run_sees_the_committed_step(swarm: Swarm) -> None:
+    delays = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"target_batch_size": 16, **delays},
+        trainer={"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 0},
+    )
+    swarm.finish()
+    expected = replay([peer], 1)
+    first = peer.said("validated")[0]
+    assert first["epoch"] == 1
+    assert distance(expected[1], expected[0]) > 1e-4
+    assert distance(peer.parameters(f"validated_{first['batch']}"), expected[1]) < 1e-6

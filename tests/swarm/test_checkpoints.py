@@ -78,7 +78,7 @@ def test_a_checkpoint_of_the_middle_of_a_delayed_run_holds_all_of_a_step(swarm: 
     """What is under way in the background when it is written is in it: in the parameters and in the optimizer."""
     delays = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
     whole, rest = saved_while_training(swarm, **delays)
-    saved = torch.load(whole.folder / "step=3.ckpt", weights_only=False)
+    saved = torch.load(whole.folder / "step=3.ckpt")
     steps = {int(state["step"]) for state in saved["optimizer_states"][0]["state"].values()}
     assert steps == {saved["lightning_hivemind"]["epoch"]} == {3}
     values = torch.cat([value.flatten() for value in saved["state_dict"].values()])
@@ -95,7 +95,7 @@ def test_a_checkpoint_holds_no_more_and_no_less_than_a_plain_one(swarm: Swarm) -
     )  # fmt: skip
     swarm.finish(peer)
     swarm.plain(model=MODEL, trainer={"max_steps": 2}, free={"save_to": plain_saved})
-    ours, plain = (torch.load(path, weights_only=False) for path in (saved, plain_saved))
+    ours, plain = (torch.load(path) for path in (saved, plain_saved))
     assert set(ours) - set(plain) == {"lightning_hivemind"}
     assert set(plain) <= set(ours)
     assert ours["global_step"] == plain["global_step"] == 2
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_a_delayed_run_holds_every_step(swarm: Swarm) -> None:
     (peer,) = swarm.start(1, together=False, strategy={"target_batch_size": 8, **delays}, trainer={"max_steps": 3},
                           free={"save_to": saved})  # fmt: skip
     swarm.finish(peer)
-    checkpoint = torch.load(saved, weights_only=False)
+    checkpoint = torch.load(saved)
     assert checkpoint["global_step"] == checkpoint["lightning_hivemind"]["epoch"] == 3
     flat = torch.cat([v.double().flatten() for k, v in checkpoint["state_dict"].items()]).numpy()
     assert distance(flat, peer.parameters(-1)) < 1e-7

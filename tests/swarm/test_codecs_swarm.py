@@ -1,4 +1,4 @@
-"""Compressed averaging between two peers, as sources/001 writes it; errors stay within what each codec promises."""
+"""Compressed averaging between two peers, as it was published; errors stay within what each codec promises."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_state_is_downloaded_compressed(swarm: Swarm) -> None:
 
 
 def test_power_sgd_averages_gradients_of_low_rank(swarm: Swarm) -> None:
-    """sources/001, with a rank and a size that this small network reaches."""
+    """As published, but with a rank and a size that this small network reaches."""
     peers = swarm.start(
         2,
         strategy_code={

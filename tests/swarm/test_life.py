@@ -37,6 +37,10 @@ def test_a_running_peer_has_what_the_leak_checks_look_for(swarm: Swarm) -> None:
     assert now.sockets, "no Unix socket of the daemon"
 
 
+def left_in_time(peer: Peer) -> bool:
+    return bool(peer.said("left")[0]["duration_s"] < PROMISED_S)
+
+
 @pytest.mark.parametrize("group", [False, True], ids=["process", "process group"])
 def test_ctrl_c_ends_the_peer_cleanly(swarm: Swarm, group: bool) -> None:
     """A terminal sends SIGINT to the whole group, ``kill -INT`` to the process."""
@@ -45,6 +49,7 @@ def test_ctrl_c_ends_the_peer_cleanly(swarm: Swarm, group: bool) -> None:
     peer.wait_exit(code=None)
     assert peer.said("PeerStopped")
     assert peer.exit_code != -signal.SIGKILL
+    assert left_in_time(peer)
 
 
 def test_sigterm_ends_the_peer_cleanly(swarm: Swarm) -> None:
@@ -52,6 +57,7 @@ def test_sigterm_ends_the_peer_cleanly(swarm: Swarm) -> None:
     peer.signal(signal.SIGTERM)
     peer.wait_exit(code=None)
     assert peer.said("PeerStopped")
+    assert left_in_time(peer)
 
 
 def test_ctrl_c_in_the_middle_of_a_round_ends_the_peer_as_quickly_as_promised(swarm: Swarm) -> None:
@@ -62,7 +68,7 @@ def test_ctrl_c_in_the_middle_of_a_round_ends_the_peer_as_quickly_as_promised(sw
     assert first.said("PeerStopped")
     if swarm.engine == "hivemind":  # the native engine goes on without who is frozen
         assert len(first.said("EpochCommitted")) < len(first.said("RoundStarted")), "it waited for the round"
-    assert first.said("left")[0]["duration_s"] < PROMISED_S
+    assert left_in_time(first)
 
 
 def test_an_exception_in_training_step_reaches_the_user_and_leaves_nothing(swarm: Swarm) -> None:
@@ -70,6 +76,7 @@ def test_an_exception_in_training_step_reaches_the_user_and_leaves_nothing(swarm
     error = peer.wait_for("raised")
     assert (error["kind"], error["text"]) == ("RuntimeError", "induced failure in batch 5")
     peer.wait_exit(code=1)
+    assert left_in_time(peer)
 
 
 def test_kill_9_of_the_trainer_leaves_nothing_behind(swarm: Swarm) -> None:
@@ -101,6 +108,7 @@ def test_a_peer_whose_own_process_is_killed_says_so_and_ends(swarm: Swarm, part:
     assert error["kind"] == "DaemonError", error
     assert ("averager" if "averager" in part else "daemon") in error["text"]
     second.wait_exit(code=1)
+    assert left_in_time(second)
     first.wait_epoch(max(first.commits) + 2, timeout_s=60)
 
 

@@ -73,6 +73,9 @@ trainer:
     class_path: CLASS_PATH
     init_args:
       target_batch_size: 16
+      max_staleness: 2
+      grad_compression:
+        class_path: lightning_hivemind.Float16Compression
       matchmaking_time: 2.0
       host_maddrs: [/ip4/127.0.0.1/tcp/0]
 """

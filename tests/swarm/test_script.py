@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from swarm.harness import CLEAN_S, START_S
+from swarm.namespaces import joined_namespaces, why_unavailable
 
 pytestmark = [pytest.mark.swarm, pytest.mark.above_engines]
 
@@ -78,14 +79,24 @@ def terminals() -> Iterator[list[Terminal]]:
             one.process.wait()
 
 
+@contextmanager
+def machines() -> Iterator[tuple[Callable[[list[str]], list[str]], Callable[[list[str]], list[str]]]]:
+    """Two, each as what makes of a command one that runs there; where that cannot be had, this one, twice."""
+    if why_unavailable() is not None:
+        yield (lambda command: [*command, "--listen", "/ip4/127.0.0.1/tcp/0"]), (lambda command: command)
+        return
+    with joined_namespaces() as (here, there):
+        yield (lambda command: here.command(*command)), (lambda command: there.command(*command))
+
+
 def test_the_example_trains_with_whoever_pastes_the_line_that_it_prints(tmp_path: Path, engine: str) -> None:
     script = [sys.executable, "examples/byte_gpt.py", "--engine", engine, "--run-id", tmp_path.name, *SMALL]
-    with terminals() as opened:
-        first = Terminal(tmp_path, "first", [*script, "--listen", "/ip4/127.0.0.1/tcp/0"])
+    with machines() as (here, there), terminals() as opened:
+        first = Terminal(tmp_path, "first", here(script))
         opened.append(first)
         first.await_step(1, COLD_S)
         (line,) = [line for line in first.text.splitlines() if line.startswith("INITIAL_PEERS=")]
-        second = Terminal(tmp_path, "second", ["bash", "-c", line])
+        second = Terminal(tmp_path, "second", there(["bash", "-c", line]))
         opened.append(second)
         second.await_step(2, COLD_S)
         for one in opened:

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.checks import assert_complete, assert_in_step, assert_ledger
+from swarm.checks import assert_complete, assert_ledger
 from swarm.harness import START_S, Peer, Swarm
 from swarm.marks import ANY_ENGINE
-from swarm.replay import distance, replay
 from swarm.spec import PeerSpec
 
 pytestmark = [pytest.mark.swarm, pytest.mark.above_engines]
@@ -91,37 +90,11 @@ def test_val_check_interval_counts_this_peers_batches(swarm: Swarm) -> None:
     assert [v["global_step"] for v in peer.said("validated")] == [2, 4, 6]
 
 
-def test_validation_of_a_delayed_run_sees_the_committed_step(swarm: Swarm) -> None:
-    delays = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
-    peer = alone(swarm, strategy=delays, trainer={"max_steps": 3, "val_check_interval": 2, "num_sanity_val_steps": 0})
-    expected = replay([peer], 1)
-    first = peer.said("validated")[0]
-    assert first["epoch"] == 1
-    assert distance(expected[1], expected[0]) > 1e-4
-    assert distance(peer.parameters(f"validated_{first['batch']}"), expected[1]) < 1e-6
-
-
-def test_early_stopping_on_one_peer_stops_both_at_the_same_epoch(swarm: Swarm) -> None:
-    stopping = "[pl.callbacks.EarlyStopping('val_loss', patience=1)]"
-    trainer = {"max_steps": -1, "val_check_interval": 3}
-    first, second = swarm.start(
-        2,
-        peers=[{"trainer_code": {"callbacks": stopping}, "model": {"monitor_values": [1.0, 1.0, 2.0, 3.0]}}, {}],
-        trainer=trainer,
-        delay_s=0.05,
-    )
-    swarm.finish()
-    ends = [peer.said("finished")[0] for peer in (first, second)]
-    assert ends[0]["global_step"] == ends[1]["global_step"] == max(first.commits) == max(second.commits)
-    assert first.said("StopRequested", by_this_peer=True)
-    assert second.said("StopRequested", by_this_peer=False)
-
-
 def test_checkpoints_are_written_every_n_global_steps(swarm: Swarm) -> None:
     code = "[pl.callbacks.ModelCheckpoint(Path(spec.folder) / 'kept', every_n_train_steps=2, save_top_k=-1)]"
     peer = alone(swarm, trainer={"max_steps": 5, "enable_checkpointing": True}, trainer_code={"callbacks": code})
     files = sorted((peer.folder / "kept").glob("*.ckpt"))
-    steps = [torch.load(path, weights_only=False)["global_step"] for path in files]
+    steps = [torch.load(path)["global_step"] for path in files]
     assert steps == [2, 4]
 
 
@@ -152,25 +125,6 @@ def test_a_scheduler_advances_once_per_global_step(swarm: Swarm, interval: str) 
         assert [peer.commits[k].lr for k in range(4)] == pytest.approx([0.05 * 0.9**k for k in range(4)])
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_acts_on_the_averaged_gradient(swarm: Swarm, algorithm: str) -> None:
-    """Steep loss, so that every gradient is clipped: clipped before averaging, the peers' mean would be another."""
-    limit = 0.1 if algorithm == "norm" else 0.005
-    peers = swarm.start(
-        2,
-        model={"scale_loss": 100.0},
-        trainer={"max_steps": 3, "gradient_clip_val": limit, "gradient_clip_algorithm": algorithm},
-        delay_s=0.02,
-    )
-    swarm.finish()
-    assert_complete(peers, [1, 2, 3])
-    clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
-    expected = replay(peers, 3, clip=lambda parameters: clip(parameters, limit))
-    for peer in peers:
-        assert distance(peer.parameters(3), expected[3]) < 1e-5
-    assert_in_step(peers, [1, 2, 3])
-
-
 @ANY_ENGINE
 def test_accumulate_grad_batches_is_refused_with_the_fix(swarm: Swarm) -> None:
     text = refused(swarm, trainer={"accumulate_grad_batches": 2})
@@ -192,6 +146,11 @@ def test_several_optimizers_are_refused(swarm: Swarm) -> None:
 
 
 @ANY_ENGINE
+def test_manual_optimization_is_refused(swarm: Swarm) -> None:
+    assert "automatic_optimization=False" in refused(swarm, model={"manual": True})
+
+
+@ANY_ENGINE
 def test_reduce_on_plateau_is_refused(swarm: Swarm) -> None:
     assert "ReduceLROnPlateau" in refused(swarm, model={"scheduler": "plateau"})
 
@@ -199,22 +158,6 @@ def test_reduce_on_plateau_is_refused(swarm: Swarm) -> None:
 @ANY_ENGINE
 def test_several_devices_are_refused(swarm: Swarm) -> None:
     assert "devices" in refused(swarm, trainer={"devices": 2})
-
-
-def test_the_smaller_last_batch_counts_what_it_holds(swarm: Swarm) -> None:
-    """20 samples in batches of 8: 8, 8, 4. A step weighs samples, not batches."""
-    peer = alone(swarm, strategy={"target_batch_size": 20}, trainer={"max_steps": 3}, data_samples=20)
-    assert [[len(b) for b in peer.commits[k].samples] for k in (1, 2, 3)] == [[8, 8, 4]] * 3
-    assert_ledger([peer])
-    assert distance(peer.parameters(3), replay([peer], 3)[3]) < 1e-6
-
-
-def test_unequal_batches_of_two_peers_weigh_as_many_samples_as_they_hold(swarm: Swarm) -> None:
-    peers = swarm.start(2, peers=[{"batch_size": 4}, {"batch_size": 12}], trainer={"max_steps": 3}, delay_s=0.03)
-    swarm.finish()
-    assert_complete(peers, [1, 2, 3])
-    assert_ledger(peers)
-    assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
 
 
 def test_a_swarm_metric_is_weighted_by_samples(swarm: Swarm) -> None:
@@ -227,24 +170,6 @@ def test_a_swarm_metric_is_weighted_by_samples(swarm: Swarm) -> None:
     )
     for peer in peers:
         peer.wait_for("metric", value=3.25)
-
-
-def test_a_non_finite_gradient_drops_that_batch_only(swarm: Swarm) -> None:
-    peer = alone(swarm, model={"nan_at": [2]}, trainer={"max_steps": 3})
-    (dropped,) = peer.said("BatchDropped")
-    assert (dropped["samples"], dropped["reason"]) == (8, "non-finite gradient")
-    assert sum(len(commit.lost) for commit in peer.commits.values()) == 1
-    assert_ledger([peer])
-    assert distance(peer.parameters(3), replay([peer], 3)[3]) < 1e-6
-
-
-def test_a_peer_with_non_finite_gradients_does_not_spoil_the_swarm(swarm: Swarm) -> None:
-    peers = swarm.start(2, peers=[{}, {"model": {"nan_at": [2, 3]}}], trainer={"max_steps": 3}, delay_s=0.02)
-    swarm.finish()
-    assert len(peers[1].said("BatchDropped")) == 2
-    assert not peers[0].said("BatchDropped")
-    assert_ledger(peers)
-    assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
 
 
 @ANY_ENGINE

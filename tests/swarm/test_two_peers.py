@@ -77,3 +77,19 @@ def test_a_script_can_wait_for_the_others_before_its_first_batch(swarm: Swarm) -
     peers = swarm.start(2, free={"barrier_batch": 0}, trainer={"max_steps": 1}, delay_s=0.02)
     swarm.finish()
     assert_complete(peers, [1])
+
+
+def test_early_stopping_on_one_peer_stops_both_at_the_same_epoch(swarm: Swarm) -> None:
+    stopping = "[pl.callbacks.EarlyStopping('val_loss', patience=1)]"
+    trainer = {"max_steps": -1, "val_check_interval": 3}
+    first, second = swarm.start(
+        2,
+        peers=[{"trainer_code": {"callbacks": stopping}, "model": {"monitor_values": [1.0, 1.0, 2.0, 3.0]}}, {}],
+        trainer=trainer,
+        delay_s=0.05,
+    )
+    swarm.finish()
+    ends = [peer.said("finished")[0] for peer in (first, second)]
+    assert ends[0]["global_step"] == ends[1]["global_step"] == max(first.commits) == max(second.commits)
+    assert first.said("StopRequested", by_this_peer=True)
+    assert second.said("StopRequested", by_this_peer=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -95,6 +96,20 @@ def generated_reference() -> str:
 
 #: with or without its file and its parameters
 NAMED = re.compile(r"`(?:[\w/]+\.py::)?(test_\w+)(?!\.py)\b[^`]*`")
+
+
+def test_what_is_called_a_test_with_real_peers_is_one() -> None:
+    functions: list[ast.FunctionDef] = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        functions += [one for one in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(one, ast.FunctionDef)]
+    real = {one.name for one in functions if "swarm" in [argument.arg for argument in one.args.args]}
+    text = (ROOT / "docs" / "reference" / "evidence.md").read_text(encoding="utf-8")
+    parts = [part for row in text.splitlines() for part in re.split("[;|]", row)]
+    named = {
+        name for part in parts if not part.strip().startswith(("*unit*", "*daemon*")) for name in NAMED.findall(part)
+    }
+    assert len(named) > 50
+    assert named <= real
 
 
 def test_every_test_that_the_documentation_names_exists() -> None:

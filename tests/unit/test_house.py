@@ -183,7 +183,8 @@ def test_make_test_runs_every_folder_that_holds_tests() -> None:
 
 # What leaks from a developer's machine into a file: home folders, scratch folders, private networks' names.
 PRIVATE = re.compile(
-    r"/home/\w+/|/Users/\w+/|/root/|/work/|/tmp/exp\b|[\w-]+\.(?:internal|corp|intranet)\b|https?://[^\s/]*@",
+    r"/home/\w+/|/Users/\w+/|/root/|(?<![\w./])/(?:work|srv|mnt|data|scratch)\w*/|(?<!unix)/tmp/(?!pymp-)\w"
+    r"|[\w-]+\.(?:internal|corp|intranet)\b|https?://[^\s/]*@",
 )
 
 
@@ -202,7 +203,9 @@ def test_no_committed_file_names_a_private_place() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("text", ["/home/ada/run", "http://build.corp/x", "https://u:secret@host/", "/Users/ada/x"])
+@pytest.mark.parametrize(
+    "text", ["/home/ada/run", "http://build.corp/x", "https://u:secret@host/", "see /scratch7/x", "/tmp/x"]
+)
 def test_a_private_place_is_recognised(text: str) -> None:
     assert PRIVATE.search(text)
 
