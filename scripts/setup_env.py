@@ -30,6 +30,10 @@ class SetupError(Exception):
     """Something the user has to do first; printed without a traceback."""
 
 
+class NoTorchError(SetupError):
+    """The user has to install torch."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("extras", nargs="*", help="extras of pyproject.toml")
@@ -70,7 +74,12 @@ def prepare(venv: Path, extras: set) -> None:
     elif stamp.exists():
         stamp.unlink()  # an interrupted installation must not look finished
     extras |= set(known.get("extras", ()))
-    install_torch(python)
+    try:
+        install_torch(python)
+    except NoTorchError:
+        # what the user installs now is not thrown away by the next call
+        stamp.write_text(json.dumps({"interpreter": interpreter(), "extras": sorted(extras)}))
+        raise
     say("installing this package with the extras {}".format(", ".join(sorted(extras)) or "(none)"))
     target = "{}[{}]".format(ROOT, ",".join(sorted(extras)))
     pip(python, "install", "--quiet", "--constraint", CONSTRAINTS, "--editable", target)
@@ -123,7 +132,7 @@ def install_torch(python: Path) -> None:
     pip(python, "install", "--quiet", "uv")
     uv = [str(python), "-m", "uv", "pip", "install", "--python", str(python), "--torch-backend=cpu", wanted]
     if subprocess.run(uv).returncode != 0:
-        raise SetupError(
+        raise NoTorchError(
             f"no build of {wanted} without CUDA could be installed (uv's answer is above). Either let "
             "https://download.pytorch.org through, or install any build of that version yourself and call this again:"
             f"\n  {python} -m pip install {wanted}"
