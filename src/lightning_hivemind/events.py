@@ -118,7 +118,7 @@ class EpochCommitted(Event):
     """
 
     sentence: ClassVar[str] = (
-        "global step {epoch}: with {contributors} peers and {samples} samples of this one, after {duration_s:.2f} s"
+        "global step {epoch}: peers {contributors}, samples of this one {samples}, after {duration_s:.2f} s"
     )
     epoch: int
     samples: int

@@ -79,11 +79,14 @@ def joined_namespaces() -> Iterator[tuple[Namespace, Namespace]]:
 
 
 @contextlib.contextmanager
-def star_of_namespaces() -> Iterator[tuple[Namespace, Namespace, Namespace]]:
-    """A namespace that reaches two others, which do not reach one another; and their end, as above."""
-    with namespaces("10.77.0.1", "10.77.0.2", "10.77.1.2") as (middle, left, right):
-        _cable(0, middle, left)
-        _cable(1, middle, right)
+def star_of_namespaces(network: str = "10.77") -> Iterator[tuple[Namespace, Namespace, Namespace]]:
+    """A namespace that reaches two others, which do not reach one another; and their end, as above.
+
+    ``network`` begins all addresses. Nothing leads out of it, so it may be a public one.
+    """
+    with namespaces(f"{network}.0.1", f"{network}.0.2", f"{network}.1.2") as (middle, left, right):
+        _cable(0, middle, left, network)
+        _cable(1, middle, right, network)
         yield middle, left, right
 
 
@@ -119,12 +122,12 @@ def namespaces(*addresses: str) -> Iterator[list[Namespace]]:
             _remove(space)
 
 
-def _cable(number: int, first: Namespace, second: Namespace) -> None:
-    """Between the two: 10.77.``number``.1 and .2."""
+def _cable(number: int, first: Namespace, second: Namespace, network: str = "10.77") -> None:
+    """Between the two: ``network.number``.1 and .2."""
     name = f"cable{number}"
     run(*first.command("ip", "link", "add", name, "type", "veth", "peer", "name", name, "netns", second.name))
     for end, space in ((1, first), (2, second)):
-        run(*space.command("ip", "addr", "add", f"10.77.{number}.{end}/24", "dev", name))
+        run(*space.command("ip", "addr", "add", f"{network}.{number}.{end}/24", "dev", name))
         run(*space.command("ip", "link", "set", name, "up"))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
 
 from swarm.checks import together
@@ -40,6 +43,34 @@ def test_the_printed_line_joins_from_another_machine() -> None:
             second.stop()
             first.wait_until_sees(ids[0])
         first.stop()
+
+
+@pytest.mark.thorough
+def test_a_peer_that_nobody_can_reach_is_reached_through_a_relay() -> None:
+    """Minutes of waiting: libp2p looks around for three before it is content with fewer than four relays.
+
+    (It passes on nothing for peers with private addresses, hence the public network; where a firewall stands between
+    peers, they find out by themselves what these are told.)
+    """
+    with star_of_namespaces("45.77") as (middle, left, right), contextlib.ExitStack() as stack:
+        public, hidden = ["--reachable", "public"], ["--reachable", "private", "--relayed"]
+        relay = stack.enter_context(PeerProcess(middle.command("python", SCRIPT, *public)))
+        addresses = relay.wait_until_up()["addresses"]
+        peers = []
+        for number, space in enumerate((left, right)):
+            theirs = [one for one in addresses if one.startswith(f"/ip4/45.77.{number}.1/tcp/")]
+            command = space.command("python", SCRIPT, *hidden)
+            peers.append(stack.enter_context(PeerProcess(command, initial_peers=theirs)))
+        ids = [peer.wait_until_up()["peer_id"] for peer in peers]
+        answers = []
+        while not any(answers) and len(answers) < 60:
+            time.sleep(5.0)
+            peers[1].tell(f"reach {ids[0]}")
+            answers.append(peers[1].wait_for("asked")["answered"])
+        assert not answers[0], "they can reach one another without any relay"
+        assert answers[-1]
+        for one in (*peers, relay):
+            one.stop()
 
 
 class TestNative:

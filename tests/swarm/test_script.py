@@ -105,3 +105,4 @@ def test_the_example_trains_with_whoever_pastes_the_line_that_it_prints(tmp_path
             one.process.wait(CLEAN_S)
             assert "left the swarm at global step" in one.text
             assert "Traceback" not in one.text
+            assert "Detected call of `lr_scheduler.step()`" not in one.text

@@ -72,8 +72,7 @@ class SwarmSchedulers:
         """Bring every scheduler to ``epoch`` (never back)."""
         with self._lock:
             for taken in self._taken:
-                for _ in range(epoch // taken.frequency - self._epoch // taken.frequency):
-                    self._step_hook(taken.scheduler)
+                self._step(taken.scheduler, epoch // taken.frequency - self._epoch // taken.frequency)
             self._epoch = max(self._epoch, epoch)
 
     def resume(self, epoch: int) -> None:
@@ -104,8 +103,14 @@ class SwarmSchedulers:
             "%s stood at %d and was advanced to %d: in a swarm, schedulers count global steps, of which %d are made.",
             *(name, found, wanted, epoch),
         )
-        for _ in range(wanted - found):
-            self._step_hook(taken.scheduler)
+        self._step(taken.scheduler, wanted - found)
+
+    def _step(self, scheduler: Any, times: int) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if times > 0 and optimizer is not None:
+            optimizer._opt_called = True  # its steps were made, here or elsewhere: else torch warns of the wrong order
+        for _ in range(times):
+            self._step_hook(scheduler)
 
 
 def position(scheduler: Any) -> int | None:
