@@ -297,9 +297,11 @@ class TestBars:
         assert [line.split("|")[1].strip() for line in lines if facts["commit"] in line] == ["one", "other"]
 
     def test_forks_are_counted_among_the_commits_of_all_lineages(self) -> None:
-        found = [forks.schedule(seed, kinds) for seed in range(3) for kinds in ((), ("cut",))]
-        assert all(one.commits > 0 and one.one for one in found)
-        assert not any(one.faults or one.forks for one in found[::2])
+        calm, cut = (forks.schedule(0, kinds) for kinds in ((), ("cut",)))
+        assert calm.commits > 0
+        assert cut.commits > 0
+        assert not calm.faults
+        assert not calm.forks
         split = forks.Found(commits=40, forks=2, faults=3, one=False)
         assert forks.row("cut", [split, forks.Found(commits=60, forks=0, faults=1, one=True)]) == [
             "cut", "4", "100", "2", "20", "1 of 2", "1",

@@ -215,6 +215,6 @@ def run_python(code: str) -> str:
 
     paths = [str(Path(lightning_hivemind.__file__).parents[1])]
     script = f"import sys; sys.path[:0] = {paths!r}; {code}"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

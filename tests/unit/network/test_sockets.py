@@ -139,7 +139,7 @@ if os.fork() == 0:
     os._exit(0)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=600)
     directory, listener = map(Path, done.stdout.strip().splitlines()[-1].split())
     deadline = time.monotonic() + 10
     while directory.exists() or listener.parent.exists():

@@ -84,7 +84,7 @@ def test_a_seed_is_one_run_in_every_process(hash_seed: str) -> None:
     code = f"import sys; from lightning_hivemind.cli import main; sys.exit(main({arguments!r}))"
     paths = str(Path(lightning_hivemind.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     here = forecast(Scenario(peers=8, parameters=200_000, batch_s=2.0, steps=15, churn_per_min=12.0, seed=3))
     assert json.loads(done.stdout) == here.as_dict()
