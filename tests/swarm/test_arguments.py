@@ -118,8 +118,8 @@ def test_limits_in_time_and_speed_reach_hivemind(swarm: Swarm) -> None:
     (peer,) = swarm.start(
         1, together=False, quick=False, strategy=strategy, free={"record_settings": True}, trainer={"max_steps": 1}
     )
-    (found,) = peer.said("settings")
     swarm.finish()
+    (found,) = peer.said("settings")
     assert found["tracker"] == strategy["tracker_opts"]
     assert found["speed"] == [0.4, 0.4]
     assert found["dht"] == {"wait_timeout": 4.0, "bootstrap_timeout": 9.0}
