@@ -300,6 +300,8 @@ class EpochRounds:
 
     def _judge_state_round(self, watched: Future[RoundResult], epoch: int, others: int) -> RoundResult:
         result = watched.result()
+        if self._parts.grads is None:
+            self._last_members = result.members
         if not result.succeeded:
             self._incomplete("state", epoch, result, others, "parameters stay this peer's own until the next round")
         elif result.fraction < 1.0:
