@@ -104,9 +104,9 @@ class TestNative:
                 peer.wait_epoch(before + 5, timeout_s=60)
             digests = [{one["epoch"]: one["digest"] for one in peer.said("step")} for peer in peers]
             assert digests[0][before + 3] == digests[2][before + 3] != digests[1][before + 3]
-            loaded = [len(peer.said("StateLoaded")) for peer in peers]
+            loaded, missed = len(alone.said("StateLoaded")), [len(peer.said("RoundMissed")) for peer in (first, other)]
             middle.cable(0, plugged=True)
-            alone.wait_until(lambda: len(alone.said("StateLoaded")) > loaded[1], timeout_s=90, what="they have met")
+            alone.wait_until(lambda: len(alone.said("StateLoaded")) > loaded, timeout_s=90, what="they have met")
             epoch = alone.said("StateLoaded")[-1]["epoch"]
             (undone,) = alone.said("StepsUndone")
             steps = [one for one in alone.said("EpochCommitted") if one["time"] < undone["time"]]
@@ -115,7 +115,8 @@ class TestNative:
             alone.wait_until(lambda: together(peers)[-1] > epoch, timeout_s=60, what="all three in one step")
             epoch = together(peers)[-1]
             assert len({peer.wait_epoch(epoch).digest for peer in peers}) == 1
-            assert [len(peer.said("StateLoaded")) for peer in (first, other)] == [loaded[0], loaded[2]]
+            # They may miss a step that who has come back makes before it reaches both, and take its state: nothing is lost.
+            assert [len(peer.said("RoundMissed")) for peer in (first, other)] == missed
             assert not first.said("StepsUndone") + other.said("StepsUndone")
 
     def test_two_peers_that_have_forwarded_the_port_of_libp2p_only_train_all_the_same(self, swarm: Swarm) -> None:
