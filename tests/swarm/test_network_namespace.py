@@ -115,7 +115,7 @@ class TestNative:
             alone.wait_until(lambda: together(peers)[-1] > epoch, timeout_s=60, what="all three in one step")
             epoch = together(peers)[-1]
             assert len({peer.wait_epoch(epoch).digest for peer in peers}) == 1
-            # They may miss a step that who has come back makes before it reaches both, and take its state: nothing is lost.
+            # They may miss a step which who comes back makes before it reaches all and take its state; nothing is lost.
             assert [len(peer.said("RoundMissed")) for peer in (first, other)] == missed
             assert not first.said("StepsUndone") + other.said("StepsUndone")
 

@@ -34,7 +34,7 @@ class Memory:
             piece = pieces.pop() if pieces else None
             self._free_bytes -= count if piece is not None else 0
         if piece is None:
-            piece = np.empty(count, np.uint8)
+            piece = np.empty(count, np.uint8)  # by numpy, which asks for large pages: half as dear as torch's
         lease = piece.view()
         weakref.finalize(lease, self._take_back, piece).atexit = False
         return torch.from_numpy(lease)  # it, and all that shares its memory, keep the lease alive

@@ -190,7 +190,7 @@ class Downloads:
         Raises:
             StateError: they do not come.
         """
-        memory, stuck = torch.zeros(chosen.size, dtype=torch.uint8), math.inf
+        memory, stuck = Memory().bytes(chosen.size), math.inf
         with self._changed:
             attempt.chosen = chosen
             # from the end, where those lie that only this donor has

@@ -18,6 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_all, digest_of_shared, digests, spans
 from lightning_hivemind.engine.native.trail import Trail, sound_marks
@@ -165,9 +166,11 @@ def copy_state(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors
     if unknown is not None:
         raise StateError(f"a tensor of {unknown} cannot be handed to peers that join.")
     parts, size = _lay_out([(str(tensor.dtype), tuple(tensor.shape)) for tensor in sources])
-    memory = torch.zeros(size, dtype=torch.uint8)
+    memory = Memory().bytes(size)
     for part, source in zip(parts, sources, strict=True):
         _view(memory, part).copy_(source)
+        end = part.offset + part.bytes
+        memory[end : end + -part.bytes % ALIGNMENT].zero_()  # it is in the digests, too
     groups = [
         {name: _plain(optimizer, name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
         for group in optimizer.param_groups
