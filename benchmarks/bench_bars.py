@@ -40,14 +40,14 @@ class Bar:
 
 
 def at_most(what: str, limit: float, values: Iterable[float], unit: str = "") -> Bar:
-    """Of the median of these, but for NaN: a measurement that did not succeed, which is told."""
+    """Of the median of these. NaN is a measurement that did not succeed: it is told, and the bar does not hold."""
     measured, asked = list(values), f"<= {number(limit)}{unit}"
     found = summary(measured)
     if not found.count:
         return Bar(what=what, bar=asked, found=UNKNOWN, holds=None)
     failed = len(measured) - found.count
     told = f"{found.show(unit)}; {failed} of {len(measured)} failed" if failed else found.show(unit)
-    return Bar(what=what, bar=asked, found=told, holds=found.median <= limit)
+    return Bar(what=what, bar=asked, found=told, holds=not failed and found.median <= limit)
 
 
 def is_so(what: str, bar: str, found: str, *, holds: bool) -> Bar:

@@ -74,10 +74,12 @@ def summary(values: Iterable[float]) -> Summary:
 
 
 def pair_ratios(measured: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """``measured / baseline`` for every repeat that has both: the two ran next to each other in time."""
+    """``measured / baseline`` for every repeat that has both: the two ran next to each other in time.
+
+    NaN where only ``measured`` is: that turn has failed, and is not to be forgotten.
+    """
     shared = sorted(measured.keys() & baseline.keys())
-    ratios = (measured[repeat] / baseline[repeat] for repeat in shared if baseline[repeat])
-    return [ratio for ratio in ratios if not math.isnan(ratio)]
+    return [measured[one] / baseline[one] for one in shared if baseline[one] and not math.isnan(baseline[one])]
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:

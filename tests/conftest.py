@@ -38,7 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def is_wanted(item: pytest.Item) -> bool:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         marked = "above_engines" if parameters.get("engine") == "hivemind" else "thorough"
-        return not {marked, "thorough"} & {mark.name for mark in item.iter_markers()}
+        marks = {mark.name for mark in item.iter_markers()}
+        if "each_engine" in marks:
+            marks.discard("above_engines")
+        return not {marked, "thorough"} & marks
 
     if "ENGINES" not in os.environ:
         config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])

@@ -265,7 +265,10 @@ class BeforeBatch:
         self._number += 1
         if "metric" in spec.free:
             value, samples = spec.free["metric"]
-            self._recorder.write("metric", value=self._strategy.swarm_mean("metric", value, samples))
+            logged = self._trainer.callback_metrics.get("of_the_swarm")
+            mean = self._strategy.swarm_mean("metric", value, samples)
+            self._trainer.lightning_module.log("of_the_swarm", mean)
+            self._recorder.write("metric", value=mean, logged=None if logged is None else float(logged))
         if "record_scale" in spec.free:
             self._recorder.write("scale", value=self._strategy.precision_plugin.scaler.get_scale())
         if number == 0 and "record_settings" in spec.free:

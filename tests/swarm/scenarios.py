@@ -182,12 +182,12 @@ def other_package(spec: PeerSpec) -> None:
 
 
 def older_name(spec: PeerSpec) -> None:
-    """The strategy under its older published name."""
-    import lightning.pytorch as pl
-
-    from lightning_hivemind import CollaborativeStrategy, HivemindStrategy
+    """The strategy under its older published name, from where it was published."""
+    from lightning_hivemind.strategy import CollaborativeStrategy, HivemindStrategy
     from swarm.models import make_loader, make_model
+    from swarm.peer_main import packages
 
+    pl = packages(spec)
     strategy = CollaborativeStrategy(target_batch_size=16, engine=spec.engine, matchmaking_time=2.0)
     assert isinstance(strategy, HivemindStrategy)
     trainer = pl.Trainer(
@@ -199,13 +199,19 @@ def older_name(spec: PeerSpec) -> None:
 
 
 def registry(spec: PeerSpec) -> None:
-    """What Lightning's registry holds once the strategy was imported."""
-    import lightning.pytorch as pl
+    """What Lightning's registry holds once the strategy was imported, and what a name alone brings."""
+    from swarm.peer_main import packages
 
+    pl = packages(spec)
     from lightning_hivemind import HivemindStrategy
 
     assert HivemindStrategy
-    Recorder(spec).write("registry", names=list(pl.strategies.StrategyRegistry.available_strategies()))
+    names, error = list(pl.strategies.StrategyRegistry.available_strategies()), None
+    try:
+        pl.Trainer(strategy="hivemind", accelerator="cpu")
+    except ValueError as raised:
+        error = str(raised)
+    Recorder(spec).write("registry", names=names, error=error)
 
 
 def cli(spec: PeerSpec) -> None:

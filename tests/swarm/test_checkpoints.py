@@ -17,8 +17,7 @@ pytestmark = pytest.mark.swarm
 MODEL = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
 
 
-@pytest.mark.above_engines
-@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("package", ["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.above_engines)])
 def test_one_peer_continues_as_if_it_had_not_been_interrupted(swarm: Swarm, package: str) -> None:
     """Parameters, optimizer, scheduler and place in the data, bit for bit."""
     common: dict[str, Any] = {

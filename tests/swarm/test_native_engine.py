@@ -89,7 +89,7 @@ def test_who_encrypts_does_not_train_with_who_does_not(swarm: Swarm) -> None:
     other.wait_exit(code=1)
 
 
-def test_a_killed_peer_costs_two_seconds_and_nothing_else(swarm: Swarm) -> None:
+def test_a_killed_peer_costs_the_others_no_step_and_no_sample(swarm: Swarm) -> None:
     first, second, third = swarm.start(3, trainer=ENDLESS, delay_s=0.05)
     for peer in (first, second, third):
         peer.wait_epoch(3)

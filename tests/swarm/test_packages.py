@@ -48,16 +48,21 @@ def test_accelerators_by_name(swarm: Swarm, accelerator: str) -> None:
     assert peer.said("finished")[0]["global_step"] == 1
 
 
-def test_the_older_name_is_the_same_strategy(swarm: Swarm) -> None:
-    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:older_name"))
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_the_older_name_is_the_same_strategy(swarm: Swarm, package: str) -> None:
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:older_name", lightning=package))
     assert peer.wait_for("finished", timeout_s=START_S)["global_step"] == 1
     peer.wait_exit()
 
 
 @ANY_ENGINE
-def test_the_registry_knows_the_strategy_by_name(swarm: Swarm) -> None:
-    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:registry"))
-    assert set(peer.wait_for("registry", timeout_s=START_S)["names"]) >= {"hivemind", "collaborative"}
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_the_registry_knows_the_strategy_by_name(swarm: Swarm, package: str) -> None:
+    """A name alone says nothing of the swarm's batch: the error has the line to write."""
+    peer = swarm.launch(PeerSpec(scenario="swarm.scenarios:registry", lightning=package))
+    found = peer.wait_for("registry", timeout_s=START_S)
+    assert set(found["names"]) >= {"hivemind", "collaborative"}
+    assert "Trainer(strategy=HivemindStrategy(target_batch_size=...))" in found["error"]
     peer.wait_exit()
 
 

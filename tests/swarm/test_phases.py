@@ -34,6 +34,10 @@ def test_whoever_dies_whenever_the_others_go_on_alike_and_nothing_counts_twice(s
         if moment.startswith(role) and (moment in OFTEN or "ENGINES" in os.environ):
             die(swarm, survivors, moment)
     check(survivors)
+    if role == "coordinator":  # with which a round dies that the others were in
+        told = [peer for peer in survivors if peer.said("RoundIncomplete", kind="gradients", fraction=0.0)]
+        assert told
+        assert all("nothing was changed; the next attempt has the same gradients" in peer.output for peer in told)
 
 
 def test_the_first_peer_is_a_peer_like_any_other(swarm: Swarm) -> None:

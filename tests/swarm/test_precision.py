@@ -27,6 +27,7 @@ def test_one_peer_in_bf16_is_a_plain_trainer_bit_for_bit(swarm: Swarm) -> None:
     assert [c.digest for c in peer.commits.values()] == [c.digest for c in plain.commits.values()]
 
 
+@pytest.mark.each_engine
 def test_one_peer_in_16_mixed_is_a_plain_trainer_bit_for_bit(swarm: Swarm) -> None:
     """A power of two as scale: scaling and unscaling are exact where nothing overflows or vanishes."""
     trainer = {"max_steps": 5}

@@ -81,10 +81,9 @@ def terminals() -> Iterator[list[Terminal]]:
 
 @contextmanager
 def machines() -> Iterator[tuple[Callable[[list[str]], list[str]], Callable[[list[str]], list[str]]]]:
-    """Two, each as what makes of a command one that runs there; where that cannot be had, this one, twice."""
-    if why_unavailable() is not None:
-        yield (lambda command: [*command, "--listen", "/ip4/127.0.0.1/tcp/0"]), (lambda command: command)
-        return
+    """Two, each as what makes of a command one that runs there."""
+    if reason := why_unavailable():
+        pytest.skip(reason)
     with joined_namespaces() as (here, there):
         yield (lambda command: here.command(*command)), (lambda command: there.command(*command))
 

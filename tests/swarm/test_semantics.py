@@ -46,6 +46,7 @@ def test_the_epoch_stays_readable_after_the_fit(swarm: Swarm) -> None:
     assert alone(swarm, trainer={"max_steps": 2}).said("finished")[0]["epoch"] == 2
 
 
+@pytest.mark.each_engine
 def test_max_steps_ends_all_peers_at_the_same_step_though_one_is_slower(swarm: Swarm) -> None:
     peers = swarm.start(2, peers=[{"delay_s": 0.02}, {"delay_s": 0.1}], trainer={"max_steps": 3})
     swarm.finish()
@@ -67,11 +68,13 @@ NOTES = """[type("Notes", (pl.Callback,), {
 
 
 def test_limits_count_batches_and_optimizer_hooks_global_steps(swarm: Swarm) -> None:
-    limits = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 3}
+    limits = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 3, "num_sanity_val_steps": 0}
+    limits |= {"check_val_every_n_epoch": 2}
     peer = alone(swarm, trainer=limits, trainer_code={"callbacks": NOTES})
     finished = peer.said("finished")[0]
     assert (finished["current_epoch"], finished["batches"], finished["global_step"]) == (2, 6, 3)
     assert (peer.folder / "steps").read_text() == "..."
+    assert [one["batch"] for one in peer.said("validated")] == [6]
 
 
 def test_max_time_ends_this_peer_only(swarm: Swarm) -> None:
@@ -115,6 +118,7 @@ def test_the_learning_rate_monitor_sees_one_rate_per_global_step(swarm: Swarm) -
     assert [c.lr for c in peer.commits.values()] == pytest.approx([0.05 * 0.9**k for k in range(5)])
 
 
+@pytest.mark.each_engine
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_a_scheduler_advances_once_per_global_step(swarm: Swarm, interval: str) -> None:
     peers = swarm.start(
@@ -123,6 +127,7 @@ def test_a_scheduler_advances_once_per_global_step(swarm: Swarm, interval: str) 
     swarm.finish()
     for peer in peers:
         assert [peer.commits[k].lr for k in range(4)] == pytest.approx([0.05 * 0.9**k for k in range(4)])
+        assert ("it advances once per 1 global step(s)" in peer.output) == (interval == "epoch")
 
 
 @ANY_ENGINE
@@ -161,7 +166,7 @@ def test_several_devices_are_refused(swarm: Swarm) -> None:
 
 
 def test_a_swarm_metric_is_weighted_by_samples(swarm: Swarm) -> None:
-    """Two peers publish 1.0 over 10 and 4.0 over 30 samples; both then read 3.25."""
+    """Two peers publish 1.0 over 10 and 4.0 over 30 samples; both then read 3.25, and so does what watches logs."""
     peers = swarm.start(
         2,
         peers=[{"free": {"metric": [1.0, 10]}}, {"free": {"metric": [4.0, 30]}}],
@@ -170,6 +175,7 @@ def test_a_swarm_metric_is_weighted_by_samples(swarm: Swarm) -> None:
     )
     for peer in peers:
         peer.wait_for("metric", value=3.25)
+        peer.wait_for("metric", logged=3.25)
 
 
 @ANY_ENGINE

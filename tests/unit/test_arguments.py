@@ -463,6 +463,17 @@ def test_network_settings_carry_every_network_argument(tmp_path: Path) -> None:
     assert settings.identity_path == str(tmp_path / "id")
 
 
+def test_network_arguments_reach_the_daemon() -> None:
+    pytest.importorskip("hivemind")
+    from lightning_hivemind.network.daemon import _dht_options
+
+    for name, value in (("use_ipfs", True), ("use_relay", False), ("client_mode", True)):
+        peers = None if name == "use_ipfs" else PEER
+        settings = create(initial_peers=peers, **{name: value}).network_settings()
+        assert getattr(settings, name) is value
+        assert _dht_options(settings, settings.initial_peers)[name] is value
+
+
 def test_keyword_lists_are_those_of_the_installed_hivemind() -> None:
     averaging = pytest.importorskip("hivemind.averaging")
     from hivemind.optim.grad_averager import GradientAverager

@@ -91,7 +91,10 @@ class TestPairs:
         assert pair_ratios({0: 4.0, 1: 9.0, 2: 5.0}, {1: 3.0, 0: 2.0, 3: 1.0}) == [2.0, 3.0]
 
     def test_a_turn_without_a_measurement_makes_no_pair(self) -> None:
-        assert pair_ratios({0: math.nan, 1: 4.0}, {0: 1.0, 1: 2.0}) == [2.0]
+        assert pair_ratios({0: 4.0, 1: 4.0}, {0: math.nan, 1: 2.0}) == [2.0]
+        failed, other = pair_ratios({0: math.nan, 1: 4.0}, {0: 1.0, 1: 2.0})
+        assert math.isnan(failed)
+        assert other == 2.0
         assert pair_ratios({0: 1.0}, {0: 0.0}) == []
 
     def test_every_contender_runs_first_once(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +14,20 @@ from lightning.pytorch.accelerators import CPUAccelerator
 pytest.importorskip("hivemind")
 
 from lightning_hivemind import HivemindStrategy
+from lightning_hivemind.arguments import Arguments
+
+
+def test_published_arguments_have_the_defaults_of_arguments_and_come_in_the_published_order() -> None:
+    published = list(inspect.signature(HivemindStrategy.__init__).parameters.values())[1:-1]
+    assert [one.name for one in published] == [
+        *("target_batch_size", "run_id", "batch_size", "delay_state_averaging", "delay_optimizer_step"),
+        *("delay_grad_averaging", "offload_optimizer", "reuse_grad_buffers", "scheduler_fn", "matchmaking_time"),
+        *("averaging_timeout", "verbose", "averager_opts", "host_maddrs", "initial_peers"),
+    ]
+    defaults = {one.name: one.default for one in dataclasses.fields(Arguments)}
+    given = {one.name: one.default for one in published[1:]}
+    assert given.pop("initial_peers") is None  # then the environment's
+    assert given == {name: defaults[name] for name in given}
 
 
 class Part:

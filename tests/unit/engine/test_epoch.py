@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("hivemind")
 
 from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.stock import epoch as epoch_module
 from lightning_hivemind.engine.stock.epoch import EpochRounds
 from lightning_hivemind.engine.stock.rounds import RoundResult
-from lightning_hivemind.events import EventBus
+from lightning_hivemind.events import EventBus, RoundIncomplete
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -44,3 +45,34 @@ def test_with_local_updates_who_was_in_the_last_round_is_waited_for_though_its_r
     else:
         rounds._judge_state_round(watched, 1, 1)
     assert rounds._expected_others() == members - {b"me"}
+
+
+ALL = frozenset({b"me", b"one", b"other"})
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (RoundResult(fraction=1.0, members=ALL), []),
+        (RoundResult(fraction=0.5, members=ALL), [(0.5, 3, "stepped on what arrived")]),
+        (RoundResult(fraction=0.997, members=ALL), [(0.997, 3, "stepped on what arrived")]),
+        (RoundResult(fraction=1.0, members=ALL - {b"other"}), [(1.0, 2, "stepped with them")]),
+    ],
+)
+def test_gradients_that_did_not_arrive_whole_are_told_with_the_share_that_did(
+    result: RoundResult, told: list[tuple[float, int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever hivemind says of its success."""
+    monkeypatch.setattr(epoch_module, "await_round", lambda *_, **__: result)
+    parts: Any = SimpleNamespace(tracker=None, state=SimpleNamespace(), grads=SimpleNamespace())
+    training: Any = SimpleNamespace(should_abort=lambda: False)
+    events = EventBus()
+    heard: list[Any] = []
+    events.subscribe(heard.append)
+    records: Any = SimpleNamespace(trainers=set())
+    rounds = EpochRounds(Arguments(target_batch_size=32, engine="hivemind"), parts, records, training, events)
+    monkeypatch.setattr(rounds, "_use_gradients", lambda: None)
+    control: Any = None
+    assert rounds._finish_gradients(control, 7, 2, backup=None) is result
+    assert all(isinstance(one, RoundIncomplete) and one.expected == 3 and one.epoch == 7 for one in heard)
+    assert [(one.fraction, one.contributors, one.action) for one in heard] == told

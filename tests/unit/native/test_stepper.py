@@ -338,6 +338,17 @@ def test_a_copy_is_made_anew_only_after_a_step(trainee: Trainee) -> None:
     assert second.head == head(1)
 
 
+def test_no_copy_of_wrong_parameters_is_given_once_they_were_replaced() -> None:
+    """At one head: they were found to differ from the others'."""
+    right, wrong = Trainee(buffers=[torch.zeros(2)]), Trainee(seed=5, buffers=[torch.zeros(2)])
+    known = wrong.stepper.copy_state(None)
+    digest = hand_over(right, wrong)
+    found = wrong.stepper.copy_state(known)
+    assert known is not None
+    assert found is not None
+    assert found.digest == digest != known.digest
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_state_may_come_from_a_peer_that_steps_elsewhere(trainee: Trainee, way: str) -> None:
     joiner = Trainee(way, seed=5, buffers=[torch.full((2,), 9.0)])

@@ -167,6 +167,18 @@ def test_who_follows_says_that_it_has_no_samples_there() -> None:
     assert [message.samples for message in sent if isinstance(message, Progress)] == [0, 0]
 
 
+def test_who_has_failed_to_follow_hears_of_it_again() -> None:
+    """It stands at no round while it follows: for good, if what it was to do for that was lost with the failure."""
+    peer, ahead = Peer(SETTINGS, "a", b"1"), Head(epoch=1, lineage=b"x" * 16, samples=24)
+    peer.adopt(Head.root("run", "a"), (), 0.0)
+    for now in (1.0, 2.0):
+        peer.receive("b", News(head=ahead, commits=()), now)
+        assert any(isinstance(action, CatchUp) for action in peer.take())
+        peer.receive("b", News(head=ahead, commits=()), now)
+        assert not any(isinstance(action, CatchUp) for action in peer.take()), "it is on its way"
+        peer.leave("the driver failed", now)
+
+
 @pytest.mark.parametrize("helpers", [1, 2, 3])
 def test_nobody_waits_for_helpers_at_a_head_that_was_given_up(helpers: int) -> None:
     """They may all stand there for some time yet, and each that leaves must not be called back by the others."""

@@ -62,6 +62,9 @@ class Stepper:
         self.lock = threading.Lock()
         #: see :meth:`_a_step`
         self._stepping = False
+        #: states that were put in place of what was trained here, and the last copy: its key, and of how many-th of them
+        self._states = 0
+        self._copied: tuple[bytes, int] | None = None
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
         self._under_way: Future[None] | None = None
 
@@ -151,6 +154,7 @@ class Stepper:
     def load(self, optimizer_state: Mapping[str, Any], head: Head) -> None:
         """Continue from a checkpoint, whose parameters the model has already."""
         with self.lock, torch.no_grad():
+            self._states += 1
             self.optimizer.load_state_dict(dict(optimizer_state))
             self._moments.keep()
             for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
@@ -166,10 +170,12 @@ class Stepper:
         with self.lock:
             if self._stepping:
                 return None
-            if known is not None and known.head == self.head:
+            if known is not None and known.head == self.head and self._copied == (known.key, self._states):
                 return known
-            copy = copy_state(self.optimizer, self._shared, self.statistics.own, self.trail)
-        return copy.described()  # which takes as long, and needs no lock
+            copy, states = copy_state(self.optimizer, self._shared, self.statistics.own, self.trail), self._states
+        found = copy.described()  # which takes as long, and needs no lock
+        self._copied = found.key, states
+        return found
 
     def read(self, data: memoryview) -> Description:
         """What another peer says of its state, once it is known to fit. Raises StateError."""
@@ -184,6 +190,7 @@ class Stepper:
         with self.lock:
             rates = [group["lr"] for group in self.optimizer.param_groups]
             install(description, memory, self.optimizer, self._shared, self.statistics.own)
+            self._states += 1
             self._moments.keep()
             theirs = [group["lr"] for group in self.optimizer.param_groups]
             _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate

@@ -220,7 +220,11 @@ class Peer:
         self._settle(now)
 
     def leave(self, reason: str, now: float) -> None:
-        """Get out of any round, and say so: this peer cannot go on in it."""
+        """Get out of any round, and say so: this peer cannot go on in it.
+
+        What was to be done may not have been done, a :class:`.actions.CatchUp` among it: others will say it again.
+        """
+        self._standing.catching_up_to = None
         self._rounds.leave(reason, now)
         self._settle(now)
 
