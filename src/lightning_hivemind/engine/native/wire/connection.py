@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
+from lightning_hivemind.engine.native.wire.speed import sent
 
 #: that waits before a stream which libp2p carries: messages wait behind it
 CARRIED_BYTES = 64 << 10
@@ -63,15 +64,26 @@ def close(sock: socket.socket) -> None:
 
 
 def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
-    """Send one frame. Raises OSError when the connection is gone."""
+    """Send one frame. Raises OSError when the connection is gone.
+
+    The time-out is for a line that stands still. One that is slow, or shared by many peers, may take several for what is
+    given to TLS at once, which cannot be taken back.
+    """
     parts: Payload = (header.pack(), *payload)
     if sum(len(part) for part in payload) <= DRAIN_BYTES:
         parts = (b"".join(parts),)  # one packet, not several
     at_once = TLS_BYTES if isinstance(sock, ssl.SSLSocket) else PIECE_BYTES
+    arrived = sent(sock)
     for part in parts:
         left = memoryview(part)
         while left:  # not sendall, whose timeout is for all of it
-            left = left[sock.send(left[:at_once]) :]
+            piece = left[:at_once]
+            try:
+                left = left[sock.send(piece) :]
+            except TimeoutError:
+                before, arrived = arrived, sent(sock)
+                if before is None or arrived is None or arrived[0] <= before[0]:
+                    raise
 
 
 def pieces(header: Header, payload: Payload) -> Iterator[tuple[Header, Payload]]:

@@ -1,0 +1,74 @@
+"""Writing to a line that is slow, and to one that stands still."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_hivemind.engine.native.wire.connection import close, read_exactly, tune, write
+from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.speed import sent
+from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
+
+SIZE, BUFFER, TIMEOUT_S = 256 << 10, 16 << 10, 0.3
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture(params=["TLS", "plain"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Who writes and who reads, with little room in between."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+        writes = socket.create_connection(listener.getsockname())
+        reads, _ = listener.accept()
+    writes.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+    if request.param == "TLS":
+        certificate = Certificate.create()
+        wrapped: list[socket.socket] = []
+
+        def accept() -> None:
+            wrapped.append(certificate.server.wrap_socket(reads, server_side=True))
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        writes = client_context().wrap_socket(writes)
+        accepting.join()
+        (reads,) = wrapped
+    if sent(writes) is None:
+        pytest.skip("the system does not say what has arrived")
+    tune(writes, TIMEOUT_S)
+    yield writes, reads
+    close(writes)
+    close(reads)
+
+
+def test_a_slow_line_is_not_a_dead_one(pair: Pair) -> None:
+    writes, reads = pair
+    data, found = bytes(range(256)) * (SIZE // 256), bytearray()
+
+    def read_slowly() -> None:
+        reads.settimeout(30.0)
+        while len(found) < HEADER_BYTES + SIZE:
+            found.extend(reads.recv(4096))
+            time.sleep(0.02)  # at most 200 KB/s: of 64 KiB within the time-out nobody could
+
+    reading = threading.Thread(target=read_slowly)
+    reading.start()
+    began = time.monotonic()
+    write(writes, Header(kind=Kind.RESULT, length=SIZE), (data,))
+    reading.join(30.0)
+    assert time.monotonic() - began > 2 * TIMEOUT_S
+    assert bytes(found[HEADER_BYTES:]) == data
+
+
+def test_a_line_that_stands_still_is_given_up(pair: Pair) -> None:
+    writes, reads = pair
+    stops = threading.Thread(target=read_exactly, args=(reads, memoryview(bytearray(4096))))
+    stops.start()
+    with pytest.raises(TimeoutError):
+        write(writes, Header(kind=Kind.RESULT, length=8 * SIZE), (bytes(8 * SIZE),))
+    stops.join()
