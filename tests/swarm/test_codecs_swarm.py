@@ -15,8 +15,8 @@ ADAPTIVE = (
     "SizeAdaptiveCompression(threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization())"
 )
 OURS_ADAPTIVE = "ours." + ADAPTIVE.replace("=Float16", "=ours.Float16").replace("=Uniform8", "=ours.Uniform8")
-# name -> code, width of the network. 8-bit (hivemind): 256 levels over 6 standard deviations of a tensor; tensors of up to
-# 256 values are sent as they are.
+# name -> code, width of the network. 8-bit (hivemind): 256 levels over 6 standard deviations of a tensor; tensors of up
+# to 256 values are sent as they are.
 CODECS = {
     "Float16": ("ours.Float16Compression()", 16),
     "Uniform8Bit": ("ours.Uniform8BitQuantization()", 64),

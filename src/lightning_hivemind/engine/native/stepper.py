@@ -62,7 +62,7 @@ class Stepper:
         self.lock = threading.Lock()
         #: see :meth:`_a_step`
         self._stepping = False
-        #: states that were put in place of what was trained here, and the last copy: its key, and of how many-th of them
+        #: how many states took the place of what was trained here; the last copy: its key, and that number then
         self._states = 0
         self._copied: tuple[bytes, int] | None = None
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None

@@ -66,8 +66,8 @@ def close(sock: socket.socket) -> None:
 def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
     """Send one frame. Raises OSError when the connection is gone.
 
-    The time-out is for a line that stands still. One that is slow, or shared by many peers, may take several for what is
-    given to TLS at once, which cannot be taken back.
+    The time-out is for a line that stands still. One that is slow, or shared by many peers, may take several for what
+    is given to TLS at once, which cannot be taken back.
     """
     parts: Payload = (header.pack(), *payload)
     if sum(len(part) for part in payload) <= DRAIN_BYTES:
