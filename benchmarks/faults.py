@@ -29,13 +29,13 @@ from statistics import median
 from bench_bars import at_most, is_so
 from bench_results import Run, report, write
 from bench_stats import markdown_table, number, summary
-from herd import Herd, Peer
+from herd import BATCH, Herd, Peer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from swarm.phases import MOMENTS
 
 BATCH_S = 0.1
-#: with a slow peer: what a batch of the others takes longer than it does, by what factor its own does, and the target
+#: with a slow peer: what a batch of the others takes longer than it does, as how many of theirs its own, and the target
 QUICK_S, SLOWER, SLOW_TARGET = 0.02, 20.0, 128
 #: of undisturbed training before each event, and in which its cost shows
 USUAL_S, AFTER_S = 6.0, 8.0
@@ -123,7 +123,7 @@ def slow(epochs: int) -> tuple[float, float, int, bool]:
         herd.gather(2, QUICK_S)
         two = list(herd.living)
         rates = [throughput(herd, two, epochs)]
-        late = herd.start(SLOWER * QUICK_S)
+        late = herd.start(SLOWER * len(two) * BATCH / rates[0])  # of what a batch of theirs takes, all in all
         herd.await_steps(late, 2)
         rates.append(throughput(herd, two, epochs))
         begin = herd.steps(two[0])[-epochs]["time"]

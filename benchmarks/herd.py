@@ -18,6 +18,8 @@ from bench_spec import json_lines
 #: all have to come back at the end within so long
 END_S = 60.0
 START_S = 60.0
+#: samples
+BATCH = 4
 WARM_STEPS = 10
 
 

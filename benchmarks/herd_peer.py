@@ -27,13 +27,13 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("e
 import lightning_hivemind
 from bench_peer import publish
 from byte_gpt import ByteGPT, StdlibText
+from herd import BATCH
 from lightning_hivemind import HivemindStrategy
 from swarm.phases import MOMENTS, arm, use_chunks_of
 
 #: of its 100,000 parameters or so: every member of a round owns some
 CHUNK_ELEMENTS = 4096
 CONTEXT = 64
-BATCH = 4
 
 
 class Slower(ByteGPT):  # type: ignore[misc]
