@@ -115,7 +115,7 @@ class TestNative:
             alone.wait_until(lambda: together(peers)[-1] > epoch, timeout_s=60, what="all three in one step")
             epoch = together(peers)[-1]
             assert len({peer.wait_epoch(epoch).digest for peer in peers}) == 1
-            # They may miss a step which who comes back makes before it reaches all and take its state; nothing is lost.
+            # Who comes back may make a step before it reaches both: one takes that state then, and nothing is lost.
             assert [len(peer.said("RoundMissed")) for peer in (first, other)] == missed
             assert not first.said("StepsUndone") + other.said("StepsUndone")
 
