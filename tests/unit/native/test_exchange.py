@@ -150,6 +150,25 @@ def test_a_result_that_comes_twice_is_not_written_over() -> None:
     assert mine.room_for_result(0, 1, "b", 4 * 512) is not None
 
 
+def test_an_average_is_changed_by_its_owner_only_where_nobody_else_reads_or_writes_it() -> None:
+    """What clips it must not reach what is still being sent; and what comes again must not reach it."""
+    mine = Exchange(LAYOUT, [Exact()] * 2, "a", random(0))
+    mine.begin(plan_of(SAMPLES, reducers="b"))
+    for chunk in (0, 1):
+        room = mine.room_for_result(chunk, 0, "b", 4 * 512)
+        assert room is not None
+        if chunk == 1:
+            again = mine.room_for_result(chunk, 0, "b", 4 * 512)  # over a new connection, made when this one broke
+        mine.take(chunk, 0, "b", room)
+    average = mine.end(sending=False)
+    assert average.data_ptr() != mine.result.data_ptr(), "it may still arrive"
+    assert torch.equal(average, mine.result)
+    assert again is not None
+    mine.take(1, 0, "b", again)
+    assert mine.end(sending=False) is mine.result
+    assert mine.end(sending=True).data_ptr() != mine.result.data_ptr()
+
+
 def test_a_result_that_comes_before_the_plan_does_not_stand_in_the_way_of_the_right_one() -> None:
     mine = Exchange(LAYOUT, [Exact()] * 2, "a", random(0))
     early = mine.room_for_result(0, 0, "c", 4 * 512)

@@ -177,12 +177,13 @@ def test_whatever_a_connection_brings_this_peer_trains_on(seed: int, tmp_path: P
     stream = broken(chance, recorded())
     victim = Victim("a")
     driver = driver_of(victim)
-    driver.start(Nowhere(in_the_clear=chance.random() < 0.5))  # type: ignore[arg-type]
+    in_the_clear = chance.random() < 0.5
+    driver.start(Nowhere(in_the_clear=in_the_clear))  # type: ignore[arg-type]
     try:
         driver.saw("b", Place(head=ROOT, samples=0, stamp=0.0))
         driver.adopt(ROOT)
         contribute(victim, driver, TARGET // 2)
-        feed(driver, stream)
+        feed(driver, stream, in_the_clear=in_the_clear)
         driver.lost("b", "the connection is closed")
         driver.contributed()  # it has seen to all that came before
         before = len(victim.commits)
@@ -197,12 +198,12 @@ def test_whatever_a_connection_brings_this_peer_trains_on(seed: int, tmp_path: P
         driver.stop(5.0)
 
 
-def feed(driver: Driver, stream: bytes) -> None:
+def feed(driver: Driver, stream: bytes, *, in_the_clear: bool) -> None:
     """As a connection of peer "b" does."""
     here, there = socket.socketpair()
     writer = threading.Thread(target=send, args=(here, stream))
     writer.start()
-    reader = Reader(there, "b", Watched(driver))
+    reader = Reader(there, "b", Watched(driver), verifies=in_the_clear)
     with there, contextlib.suppress(WireError, OSError):  # then it is closed
         while True:
             reader.read()

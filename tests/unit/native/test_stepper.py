@@ -41,7 +41,7 @@ class Trainee:
     buffers: list[Tensor] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     hooked: list[list[float]] = field(default_factory=list)
-    clips: bool = False
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -60,13 +60,11 @@ class Trainee:
             schema=[],
             should_abort=lambda: False,
         )
-        self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed")
+        self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed", in_place=self.in_place)
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         assert torch.is_grad_enabled()
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for grad in grads if self.clips else ():
-            grad.mul_(0.5)
         self.hooked.append([value for grad in grads for value in grad.flatten().tolist()])
 
     @property
@@ -132,14 +130,24 @@ def test_a_step_is_what_plain_torch_makes_of_the_average(trainee: Trainee) -> No
     assert trainee.stepper.head == head(3)
 
 
-def test_the_average_itself_is_not_changed(trainee: Trainee) -> None:
-    """Not by clipping either: a connection may still be sending it."""
-    (average,) = averages(1, 9)
-    before = average.clone()
-    trainee.clips = True
+def test_sums_in_place_stay_where_they_are() -> None:
+    trainee = Trainee(in_place=True)
+    places = [torch.ones(2, 2), torch.ones(3)]
+    trainee.weight.grad, trainee.bias.grad = places
+    (average,) = averages(1)
     trainee.step(average, 1)
-    trainee.step(averages(2, 9)[1], 2)
-    assert torch.equal(average, before)
+    assert trainee.weight.grad is places[0]
+    assert trainee.bias.grad is places[1]
+    assert same(trainee.parameters, plainly([average]))
+
+
+def test_on_the_host_the_average_is_not_copied() -> None:
+    """It is the stepper's own: see ``Exchange.end``."""
+    trainee = Trainee()
+    flat = torch.cat((*averages(1), torch.ones(2)))
+    trainee.stepper.step(flat, head(1))
+    assert trainee.weight.grad is not None
+    assert trainee.weight.grad.data_ptr() == flat.data_ptr()
 
 
 @pytest.mark.parametrize("reached", [(0.0, 0.2), (1e-12, 0.0), (0.0, 0.0)], ids=["bias", "weight", "none"])

@@ -187,23 +187,16 @@ class Driver:
 
     def _take_input(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
         exchange = self._exchanges.get(header.round)
-        if exchange is not None and self._is_whole(peer, header, payload):
+        if exchange is not None:
             exchange.keep(header.chunk, peer, payload)
             self._peer.input_arrived(header.round, header.chunk, peer, now)
 
     def _take_result(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
         exchange = self._exchanges.get(header.round)
-        if exchange is not None and self._is_whole(peer, header, payload):
+        if exchange is not None:
             digest = header.checksum.to_bytes(4, "big")
             exchange.take(header.chunk, header.version, peer, payload)
             self._peer.result_arrived(header.round, header.chunk, header.version, digest, peer, now)
-
-    def _is_whole(self, peer: PeerId, header: Header, payload: memoryview) -> bool:
-        """Whether these are the bytes that were sent; if not, they will be asked for again."""
-        if not self._out.in_the_clear or checksum(payload) == header.checksum:
-            return True
-        log.warning("a chunk of peer %s was damaged on the way (insecure_lan=True), and is asked for again", peer)
-        return False
 
     # ------------------------------------------------------------------ the thread
 
@@ -317,14 +310,14 @@ class Driver:
             case SendResult():
                 self._send_result(action)
             case Apply(commit=commit, complete=complete):
-                exchange = self._end_exchange(commit.round)
+                exchange, sending = self._end_exchange(commit.round)
                 self._leave()
-                average = exchange.result if complete and exchange is not None else None
+                average = exchange.end(sending=sending) if complete and exchange is not None else None
                 left_out = exchange.left_out(commit, complete=complete) if exchange is not None else None
                 self._training.committed(commit, average, left_out)
                 self._count(self._now())
             case GiveUp(round=round_id, reason=reason):
-                exchange = self._end_exchange(round_id)
+                exchange, _ = self._end_exchange(round_id)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
                     self._leave()
                     self._training.returned(reason, begun=exchange is not None and exchange.begun)
@@ -349,9 +342,10 @@ class Driver:
         assert self._links is not None, "the driver was not started"
         return self._links
 
-    def _end_exchange(self, round_id: bytes) -> Exchange | None:
-        self._out.forget(round_id)
-        return self._exchanges.pop(round_id, None)
+    def _end_exchange(self, round_id: bytes) -> tuple[Exchange | None, bool]:
+        """It, and whether something of it is still being sent."""
+        exchange = self._exchanges.pop(round_id, None)  # first: nobody is given its memory any more
+        return exchange, self._out.forget(round_id)
 
     def _send_input(self, action: SendInput) -> None:
         exchange = self._exchanges.get(action.round)

@@ -38,7 +38,7 @@ class Exchange:
 
     Attributes:
         result: float32 CPU (elements,), where the average is put; its own memory, so that an aborted round leaves
-            ``given`` whole.
+            ``given`` whole. See :meth:`end`.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class Exchange:
         self._layout, self._codecs, self._me, self._memory = layout, codecs, me, memory or Memory()
         self._given, self.result = given, self._memory.floats(layout.elements)
         self._plan: Plan | None = None
+        self._lock = threading.Lock()
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
         #: of inputs that may come before the plan: there is one encoded gradient in all, shared out among the owners
-        self._early = threading.Lock()
         self._early_bytes = sum(codec.size_bytes(layout.size(chunk)) for chunk, codec in enumerate(codecs))
         self._reduced: dict[int, tuple[memoryview, int]] = {}
+        #: places in ``result`` that connections were given, and are not known to have done with
+        self._lent = 0
         #: versions of the results that are here
         self._taken: dict[int, int] = {}
         #: what codecs have left out of this peer's contribution, and of the averages of chunks that it has reduced
@@ -78,7 +80,8 @@ class Exchange:
             if since < plan.version:
                 result[self._layout.span(chunk)] = self.result[self._layout.span(chunk)]
         # in this order, and read in the other one: what a connection reads for the plan before never lands here
-        self._plan, self.result = plan, result
+        with self._lock:
+            self._plan, self.result, self._lent = plan, result, 0
 
     @property
     def gives(self) -> bool:
@@ -122,7 +125,7 @@ class Exchange:
         if plan is not None and (plan.owners[chunk] != self._me or peer not in plan.contributors):
             return None
         if plan is None:
-            with self._early:
+            with self._lock:
                 if length > self._early_bytes:
                     return None  # asked for again, if it is wanted
                 self._early_bytes -= length
@@ -188,15 +191,26 @@ class Exchange:
         if self._taken.get(chunk) == version:
             return None  # sent again though it was here, and its digest has been counted
         if isinstance(self._codecs[chunk], Exact) and plan is not None:
+            with self._lock:
+                self._lent += self.result is result
             return memory_of(result[self._layout.span(chunk)])
         return memory_of(self._memory.bytes(length))
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
+        with self._lock:
+            self._lent -= _is_at(data, self.result[self._layout.span(chunk)])
         if self._plan is None or self._plan.wants(chunk, version, peer):
             self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
             if self._plan is not None:  # else it is not known yet whose it has to be
                 self._taken[chunk] = version
+
+    def end(self, *, sending: bool) -> Tensor:
+        """The result, for its new owner to change: nobody reads or writes it any more.
+
+        A copy, if it is still being sent (``sending``), or may still be arriving (a chunk can come twice).
+        """
+        return self.result.clone() if sending or self._lent else self.result
 
     def left_out(self, commit: Commit, *, complete: bool) -> Tensor | None:
         """What is to be added to what this peer gives next, once the round has ended in ``commit``.
@@ -220,6 +234,10 @@ class Exchange:
         expected = self._codecs[chunk].size_bytes(self._layout.size(chunk))
         if length != expected:
             raise WireError(f"{length} bytes for chunk {chunk}, which has {expected}: another model or codec")
+
+
+def _is_at(data: memoryview, values_N: Tensor) -> bool:
+    return len(data) > 0 and view_of(data, torch.uint8).data_ptr() == values_N.data_ptr()
 
 
 def _finite(values_N: Tensor) -> bool:

@@ -39,7 +39,7 @@ class Training(Protocol):
         """The round came to nothing: what was given last is this peer's own again. ``begun``: it had a plan."""
 
     def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
-        """A step is decided. ``average`` is float32 CPU (elements,), or None if it must be fetched first.
+        """A step is decided. ``average`` is float32 CPU (elements,), nobody else's any more, or None: to be fetched.
 
         ``left_out``: see :meth:`.Exchange.left_out`.
         """

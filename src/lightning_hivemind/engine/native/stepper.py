@@ -29,6 +29,7 @@ class Stepper:
         delayed: steps are made in a thread of their own, on copies in host memory.
         local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters,
             and ``moments`` of the optimizer by these names (else they are equal anyway).
+        in_place: ``param.grad`` is where gradients are summed, and stays where it is.
 
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
@@ -45,8 +46,9 @@ class Stepper:
         delayed: bool,
         local: bool = False,
         moments: Sequence[str] = (),
+        in_place: bool = False,
     ) -> None:
-        self._training, self.trail, self._local = training, Trail(head), local
+        self._training, self.trail, self._local, self._in_place = training, Trail(head), local, in_place
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
@@ -115,6 +117,7 @@ class Stepper:
         """One global step to ``head``: ``average`` is float32 CPU, gradients of what is trained, then statistics, then
         for each trained parameter 0.0 where nobody has a gradient: it gets none either, as in a plain Trainer.
 
+        Its memory becomes that of the gradients where they have it, too, and is then changed (by clipping, say).
         Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`; ``carried``:
         :attr:`.LowRank.carried` after it. ``mine``: of this peer's samples, how many are in it.
         """
@@ -241,10 +244,9 @@ class Stepper:
             if not trained or not next(reached) or not mine.requires_grad:  # (frozen during the fit)
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
-            part = part.view_as(parameter)
-            # a copy, since what follows (clipping, say) changes it, and a connection may still be sending the average
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
+            part, is_host = part.view_as(parameter), parameter.device.type == "cpu"
+            if parameter.grad is None or parameter.grad.is_sparse or (is_host and not self._in_place):
+                parameter.grad = part.to(parameter.device, parameter.dtype)
             else:
                 parameter.grad.copy_(part)
         return start

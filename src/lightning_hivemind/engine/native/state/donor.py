@@ -47,7 +47,7 @@ class Donor:
         self,
         send: SendFrame,
         copy: Callable[[Snapshot | None], Snapshot | None],
-        forget: Callable[[bytes], None] = lambda download: None,
+        forget: Callable[[bytes], object] = lambda download: None,
     ) -> None:
         self._send, self._make_copy, self._forget_frames = send, copy, forget
         self._changed = threading.Condition()

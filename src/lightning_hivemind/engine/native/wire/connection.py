@@ -66,14 +66,14 @@ def close(sock: socket.socket) -> None:
 def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
     """Send one frame. Raises OSError when the connection is gone.
 
-    The time-out is for a line that stands still. One that is slow, or shared by many peers, may take several for what
-    is given to TLS at once, which cannot be taken back.
+    The time-out is for a line that stands still: nothing arrives from one to the next. One that is slow, or shared by
+    many peers, may take several for what is given to TLS at once, which cannot be taken back.
     """
     parts: Payload = (header.pack(), *payload)
     if sum(len(part) for part in payload) <= DRAIN_BYTES:
         parts = (b"".join(parts),)  # one packet, not several
     at_once = TLS_BYTES if isinstance(sock, ssl.SSLSocket) else PIECE_BYTES
-    arrived = sent(sock)
+    arrived: tuple[int, float] | None = None  # to ask the system before each piece costs more than its checksum
     for part in parts:
         left = memoryview(part)
         while left:  # not sendall, whose timeout is for all of it
@@ -82,7 +82,7 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
                 left = left[sock.send(piece) :]
             except TimeoutError:
                 before, arrived = arrived, sent(sock)
-                if before is None or arrived is None or arrived[0] <= before[0]:
+                if arrived is None or (before is not None and arrived[0] <= before[0]):
                     raise
 
 

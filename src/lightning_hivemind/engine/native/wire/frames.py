@@ -40,7 +40,7 @@ class Header:
         round: id of the round, 16 bytes; zeros where there is none.
         chunk, version: of the chunk and of the plan.
         length: bytes that follow.
-        checksum: of them, in results, of whose digest it is a part; in the clear also in inputs, and verified.
+        checksum: of them, in results, of whose digest it is a part; in the clear also in inputs, and verified. 0: none.
     """
 
     kind: Kind

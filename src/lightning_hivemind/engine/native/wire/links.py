@@ -198,7 +198,7 @@ class Links:
         """A connection of a known peer, to its end."""
         assert inlet.peer is not None
         try:
-            reader = Reader(inlet.sock, inlet.peer, self._sink)
+            reader = Reader(inlet.sock, inlet.peer, self._sink, verifies=self.in_the_clear)
             while True:
                 reader.read()
         except Exception as error:
@@ -288,12 +288,15 @@ class Links:
             outlets = list(self._outlets.values())
         return self._speed.of([one for outlet in outlets for one in outlet.connections])
 
-    def forget(self, number: bytes) -> None:
-        """That round, or download, is over: what still waits of it is not sent any more."""
+    def forget(self, number: bytes) -> bool:
+        """That round, or download, is over: what still waits of it is not sent any more.
+
+        Returns whether something of it is being sent at this moment.
+        """
         with self._lock:
             outlets = list(self._outlets.values())
-        for outlet in outlets:
-            outlet.forget(number)
+        still = [outlet.forget(number) for outlet in outlets]
+        return any(still)
 
     def _outlet(self, peer: PeerId) -> Outlet | None:
         """The way to ``peer``; None when all is closed."""

@@ -74,14 +74,18 @@ class Outlet:
         first = self.reach.sock
         return [*self._lanes.connections, *([first] if first is not None else [])]
 
-    def forget(self, number: bytes) -> None:
-        """That round, or download, is over: what is long of it need not be sent any more."""
+    def forget(self, number: bytes) -> bool:
+        """That round, or download, is over: what is long of it need not be sent any more.
+
+        Returns whether something of it is being sent at this moment.
+        """
         with self._changed:
             for queue in (self._chunks, self._ranges):
                 kept = [frame for frame in queue if frame[0].round != number]
                 self._unsent.difference_update(header for header, _ in queue if header.round == number)
                 queue.clear()
                 queue.extend(kept)
+            return any(header is not None and header.round == number for header in self._unsent)
 
     def close(self) -> None:
         self.reach.close()

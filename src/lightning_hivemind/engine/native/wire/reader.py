@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from dataclasses import dataclass
 
+from lightning_hivemind.engine.native.wire.checksum import checksum
 from lightning_hivemind.engine.native.wire.connection import DRAIN_BYTES, read_exactly
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import PeerId, Sink
 from lightning_hivemind.errors import WireError
+
+log = logging.getLogger("lightning_hivemind")
 
 #: so often it is said that parts of a frame arrive
 TOLD_S = 0.05
@@ -23,6 +27,7 @@ class _Frame:
     room: memoryview | None
     position: int = 0
     told: float = 0.0
+    check: int = 0
 
     @property
     def left(self) -> int:
@@ -30,10 +35,14 @@ class _Frame:
 
 
 class Reader:
-    """See the module. Used by one thread."""
+    """See the module. Used by one thread.
 
-    def __init__(self, sock: socket.socket, peer: PeerId, sink: Sink) -> None:
-        self._sock, self._peer, self._sink = sock, peer, sink
+    Args:
+        verifies: frames with a checksum are only handed over if it is theirs: nothing else protects them.
+    """
+
+    def __init__(self, sock: socket.socket, peer: PeerId, sink: Sink, *, verifies: bool) -> None:
+        self._sock, self._peer, self._sink, self._verifies = sock, peer, sink, verifies
         self._scratch = memoryview(bytearray(max(DRAIN_BYTES, HEADER_BYTES)))
         #: of which more is to come
         self._long: _Frame | None = None
@@ -66,7 +75,7 @@ class Reader:
 
     def _fill(self, frame: _Frame, count: int) -> None:
         """The next ``count`` bytes of it."""
-        end = frame.position + count
+        begin, end = frame.position, frame.position + count
         while frame.position < end:
             target = frame.room[frame.position : end] if frame.room is not None else self._scratch
             received = self._sock.recv_into(target[: end - frame.position])
@@ -76,7 +85,14 @@ class Reader:
             if (now := time.monotonic()) >= frame.told + TOLD_S:
                 frame.told = now
                 self._sink.moved(self._peer, frame.header)
-        if not frame.left:
-            if self._long is frame:
-                self._long = None
-            self._sink.arrived(self._peer, frame.header, frame.room)
+        verified = self._verifies and frame.header.checksum != 0
+        if verified and frame.room is not None:  # now, while it is in the processor's cache
+            frame.check = checksum(frame.room[begin:end], frame.check)
+        if frame.left:
+            return
+        if self._long is frame:
+            self._long = None
+        if verified and frame.room is not None and frame.check != frame.header.checksum:
+            log.warning("a chunk of peer %s was damaged on the way, and is asked for again", self._peer)
+            frame.room = None
+        self._sink.arrived(self._peer, frame.header, frame.room)
