@@ -22,7 +22,21 @@ BENCHMARKS = {
     "joiner": "python benchmarks/run.py --joiner 50",
     "faults": "python benchmarks/faults.py",
     "forks": "python benchmarks/forks.py",
+    "soak-calm": "python benchmarks/soak.py --every 0",
     "soak": "python benchmarks/soak.py",
+    **{
+        f"soak-{codec}": f"python benchmarks/soak.py --peers 4 --minutes 4 --codec {codec}"
+        for codec in (
+            "Float16Compression",
+            "BFloat16Compression",
+            "Uniform8BitQuantization",
+            "BlockwiseQuantization",
+            "Blockwise4BitQuantization",
+            "TopKCompression",
+            "SizeAdaptive",
+            "PowerSGD",
+        )
+    },
 }
 
 

@@ -31,19 +31,23 @@ class Joiner:
     """One repeat. Seconds.
 
     Attributes:
-        copy_s: of a plain copy over TLS, between two processes.
+        copy_s: of a plain copy over TLS, between two processes, while the peers train.
+        quiet_s: the same with nobody else there.
         states: states that the joiner has taken until it was ready.
         join_s: from its first question for a state to being ready to train.
         step_s: of peer 0, median before the joiner started.
-        longest_s: its longest step from then on.
+        longest_s: its longest step from the joiner's first question on.
+        starting_s: the same from the start of the joiner's process on, which computes on the same cores as the others.
         failure: why there is nothing to read; the numbers are NaN then.
     """
 
     copy_s: float = math.nan
+    quiet_s: float = math.nan
     states: int = 0
     join_s: float = math.nan
     step_s: float = math.nan
     longest_s: float = math.nan
+    starting_s: float = math.nan
     failure: str = ""
 
 
@@ -70,16 +74,19 @@ def run_joiner(millions: int, keep: Path | None = None) -> Joiner:
     """
     spec, folder = joiner_spec(millions), Path(tempfile.mkdtemp(prefix="bench-", dir=keep))
     spec.save(folder / "spec.json")
-    copy_s = plain_copy_s(spec.parameters * FLOAT32_BYTES)
+    quiet_s, copy_s = plain_copy_s(spec.parameters * FLOAT32_BYTES), math.nan
     peers = start_all(spec, folder, [None] * spec.peers)
     try:
         _until(folder, peers, 0, BEFORE)
+        copied = time.time()
+        copy_s = plain_copy_s(spec.parameters * FLOAT32_BYTES)
+        _until(folder, peers, 0, 3, since=time.time())
         started = time.time()
         peers.append(start_peer(folder, spec.peers, {}))
         _until(folder, peers, spec.peers, 1)
         _until(folder, peers, 0, AFTER, since=time.time())
     except TimeoutError as error:
-        return Joiner(copy_s=copy_s, failure=str(error))
+        return Joiner(copy_s=copy_s, quiet_s=quiet_s, failure=str(error))
     finally:
         stop_all(peers)
     steps = json_lines(folder / "marks-0.jsonl")
@@ -89,14 +96,17 @@ def run_joiner(millions: int, keep: Path | None = None) -> Joiner:
     ready = next(one["time"] for one in events if one["event"] == "SwarmReady")
     loaded = [one for one in events if one["event"] == "StateLoaded" and one["time"] <= ready]
     if not loaded:
-        return Joiner(copy_s=copy_s, failure="the joiner was ready without a state")
+        return Joiner(copy_s=copy_s, quiet_s=quiet_s, failure="the joiner was ready without a state")
     spans = [(after["time"] - before["time"], after["time"]) for before, after in pairwise(steps)]
+    asked = loaded[0]["time"] - loaded[0]["duration_s"]
     return Joiner(
         copy_s=copy_s,
+        quiet_s=quiet_s,
         states=len(loaded),
-        join_s=ready - (loaded[0]["time"] - loaded[0]["duration_s"]),
-        step_s=median(span for span, end in spans if end < started),
-        longest_s=max(span for span, end in spans if end >= started),
+        join_s=ready - asked,
+        step_s=median(span for span, end in spans if end < copied),
+        longest_s=max(span for span, end in spans if end >= asked),
+        starting_s=max(span for span, end in spans if end >= started),
     )
 
 
@@ -160,10 +170,12 @@ def joiner_table(found: Sequence[tuple[int, Joiner]]) -> str:
     caption = (
         "## A peer that joins\n\n"
         "Two peers train a model of so many million float32 values (SGD: the state is the parameters); a third one"
-        " starts. *copy*: as many bytes once over TLS between two processes that do nothing else, in the same repeat."
+        " starts. *copy*: as many bytes once over TLS between two other processes, in the same repeat: while the two"
+        " train, as the joiner has it, and before they do (*quiet*)."
         " *join*: from its first question for a state until it is ready to train, however many states it takes; a step"
         " of the others is allowed for, and taken off in the ratio. *step*: of the first peer, before, median."
-        " *longest step*: its, from the start of the third's process on. Seconds, median (range) over repeats."
+        " *longest step*: its, from that question on; *starting*: from the start of the third's process on, which"
+        " makes its model on the same cores. Seconds, median (range) over repeats."
     )
     rows = []
     for millions in sorted({size for size, _ in found}):
@@ -172,13 +184,26 @@ def joiner_table(found: Sequence[tuple[int, Joiner]]) -> str:
             [
                 f"{millions}M",
                 summary(one.copy_s for one in own).show(),
+                summary(one.quiet_s for one in own).show(),
                 summary(one.join_s for one in own).show(),
                 summary((one.join_s - one.step_s) / one.copy_s for one in own).show(),
                 summary(one.states for one in own if not one.failure).show(),
                 summary(one.step_s for one in own).show(),
                 summary(one.longest_s for one in own).show(),
+                summary(one.starting_s for one in own).show(),
                 "; ".join(one.failure for one in own if one.failure),
             ]
         )
-    header = ["parameters", "copy", "join", "(join - step) / copy", "states taken", "step", "longest step", ""]
+    header = [
+        "parameters",
+        "copy",
+        "quiet",
+        "join",
+        "(join - step) / copy",
+        "states taken",
+        "step",
+        "longest step",
+        "starting",
+        "",
+    ]
     return f"{caption}\n\n{markdown_table(header, rows)}"

@@ -31,7 +31,8 @@ from bench_stats import Round, rounds_of_marks, whole_share
 STARTER = mp.get_context("forkserver")
 STARTER.set_forkserver_preload(["bench_peer"])
 OVERTIME = 1.25  # a window ends here, in the middle of a step if need be
-GRACE_S = 5.0
+GRACE_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.05
 
 
@@ -206,6 +207,9 @@ def stop_all(peers: list[BaseProcess]) -> None:
         _kill(process)
     for peer in peers:
         peer.join()
+    for pid in family:  # what was killed in the middle of a round of hivemind's leaves gigabytes, which the next needs
+        for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+            path.unlink(missing_ok=True)
 
 
 def _frees_shared_memory(process: psutil.Process) -> bool:

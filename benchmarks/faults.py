@@ -1,4 +1,4 @@
-"""What a killed, a frozen and a very slow peer cost the others.
+"""What a killed, a frozen, a cut off and a very slow peer cost the others.
 
     python benchmarks/faults.py              # about half an hour; writes benchmarks/results/faults.md
     python benchmarks/faults.py --times 2    # fewer of what is left to chance
@@ -6,8 +6,9 @@
 Three peers train with ``engine="native"``. One dies of ``kill -9`` in each phase of a round, as a member, as an owner
 of chunks and as the coordinator (``swarm.phases``), and so does, at a random moment, the one through which the others
 have joined; SIGSTOP comes to a random one at a random moment. Afterwards another one joins, or it is thawed. What it
-cost is the longest step of those that go on, less the usual one of all three. Then one of the three is twenty times
-slower than the others, and then two processes for each core keep the machine busy.
+cost is the longest step of those that go on, less the usual one of all three. The same where all packets of one are
+lost (each has a network of its own then, which needs root). Then one of the three is twenty times slower than the
+others, and then two processes for each core keep the machine busy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +33,8 @@ from bench_stats import markdown_table, number, summary
 from herd import BATCH, Herd, Peer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from swarm.namespaces import homes, why_no_homes
+from swarm.namespaces import run as run_command
 from swarm.phases import MOMENTS
 
 BATCH_S = 0.1
@@ -42,6 +45,8 @@ USUAL_S, AFTER_S = 6.0, 8.0
 FROZEN_S = 6.0
 #: within which who was thawed has to be in step again
 BACK_S = 30.0
+#: of the lines of peers that have networks of their own: no limit
+LINE_MBIT_S = 10_000.0
 #: within which a moment of a round comes: every peer is its coordinator now and then
 DOOMED_S = 60.0
 #: a step on a busy machine takes no longer, on the average
@@ -88,16 +93,18 @@ def first_killed(herd: Herd, chance: random.Random) -> float:
     return cost(herd, herd.living, at)
 
 
-def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
-    """The cost, and the seconds until who was thawed has the parameters of the others."""
+def absent(
+    herd: Herd, chance: random.Random, leave: Callable[[Peer], None], back: Callable[[Peer], None]
+) -> tuple[float, float]:
+    """The cost of a peer that is away for a while, and the seconds until it has the parameters of the others again."""
     herd.watch(USUAL_S + chance.random())
     victim, at = chance.choice(herd.living), time.time()
     others = [peer for peer in herd.living if peer is not victim]
-    herd.freeze(victim)
+    leave(victim)
     herd.watch(FROZEN_S)
     thawed = time.time()
     newest = herd.steps(others[0])[-1]["epoch"]
-    herd.thaw(victim)
+    back(victim)
     herd.watch(AFTER_S - FROZEN_S)
     found = cost(herd, others, at)
     while time.time() < thawed + BACK_S:
@@ -109,9 +116,27 @@ def frozen(herd: Herd, chance: random.Random) -> tuple[float, float]:
     return found, math.inf
 
 
+def cut_off(times: int, chance: random.Random) -> list[tuple[float, float]]:
+    """The same for a peer whose cable is pulled; none where networks cannot be made."""
+    if why := why_no_homes():
+        print(f"no cut connections: {why}", file=sys.stderr)
+        return []
+
+    def cable(peer: Peer, state: str) -> None:
+        run_command(*peer.network.command("ip", "link", "set", "line", state))
+
+    with homes(3, LINE_MBIT_S) as networks, Herd(networks=networks) as herd:
+        herd.gather(3, BATCH_S)
+        found = [
+            absent(herd, chance, lambda one: cable(one, "down"), lambda one: cable(one, "up")) for _ in range(times)
+        ]
+        herd.end()
+        return found
+
+
 def worst(values: Sequence[float]) -> float:
-    """NaN if one was not measured."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
+    """NaN if one was not measured, or none."""
+    return math.nan if not values or any(map(math.isnan, values)) else max(values)
 
 
 def slow(epochs: int) -> tuple[float, float, int, bool]:
@@ -195,8 +220,10 @@ def main() -> int:
         kills = {moment: killed(herd, moment) for moment in MOMENTS}
         firsts = [first_killed(herd, chance) for _ in range(options.times)]
         herd.await_steps(herd.start(BATCH_S), 5)
-        freezes = [frozen(herd, chance) for _ in range(options.times)]
+        freezes = [absent(herd, chance, herd.freeze, herd.thaw) for _ in range(options.times)]
         herd.end()
+        unlike, twice = herd.unlike(), herd.counted_twice()
+    cuts = cut_off(options.times, chance)
     alone, beside, gave, member = slow(options.epochs)
     steps, without, states = busy(options.rounds)
     rows = [
@@ -207,6 +234,11 @@ def main() -> int:
         [f"SIGSTOP for {FROZEN_S:.0f} s: the same", summary([one for one, _ in freezes]).show()],
         ["... the longest of all", number(worst([one for one, _ in freezes]))],
         ["... until it is in step again once thawed", summary([back for _, back in freezes]).show()],
+        [f"its packets are lost for {FROZEN_S:.0f} s: the same", summary([one for one, _ in cuts]).show()],
+        ["... the longest of all", number(worst([one for one, _ in cuts]))],
+        ["... until it is in step again", summary([back for _, back in cuts]).show()],
+        ["steps with unlike parameters, until here (but for those of who is cut off)", str(len(unlike))],
+        ["samples counted twice", str(twice)],
         [f"a peer {SLOWER:.0f} times slower: samples/s of the other two without it", number(alone)],
         ["... and beside it", number(beside)],
         ["... ratio", number(beside / alone)],
@@ -218,12 +250,17 @@ def main() -> int:
     ]
     kept, false_deaths = beside / alone, without + states + max(0, options.rounds - steps)
     frozen_s, back_s = [worst(column) for column in zip(*freezes, strict=True)]
+    cut_s = [worst(column) for column in zip(*cuts, strict=True)]
     what = "kill -9 in any role and phase: longest step of the others above the usual"
     slower, gives = f"a peer {SLOWER:.0f} times slower", f"{gave} of {options.epochs} steps"
     bars = [
         at_most(what, 2.0, [worst([*kills.values(), *firsts])], " s"),
         at_most("SIGSTOP: the same (it is noticed within 2 s)", 4.0, [frozen_s], " s"),
         at_most("SIGSTOP: until it is in step again", BACK_S, [back_s], " s"),
+        at_most("cut off: longest step of the others above the usual", 4.0, cut_s[:1], " s"),
+        at_most("cut off: until it is in step again", BACK_S, cut_s[1:], " s"),
+        at_most("after all of these: steps with unlike parameters", 0.0, [len(unlike)]),
+        at_most("after all of these: samples counted twice", 0.0, [twice]),
         at_most(f"false deaths in {options.rounds} rounds on a busy machine", 0.0, [false_deaths]),
         is_so(f"{slower}: what the others keep", ">= 0.9", number(kept), holds=kept >= 0.9),
         is_so(f"{slower}: gives, and is a member at the end", "yes", gives, holds=member and gave > 0),
@@ -232,7 +269,7 @@ def main() -> int:
     text = report("Faults", facts, markdown_table(["what", "found"], rows), bars)
     print(text)
     if options.write:
-        write("faults", text, facts, bars, kills=kills, firsts=firsts, freezes=freezes)
+        write("faults", text, facts, bars, kills=kills, firsts=firsts, freezes=freezes, cuts=cuts)
     return 0
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from bench_bars import is_so
 from bench_results import Run, report, write
 from bench_stats import markdown_table
-from lightning_hivemind.simulation.faults import Schedule
+from lightning_hivemind.simulation.faults import KINDS, Schedule
 
 #: which kinds of faults may happen
 PROFILES: dict[str, tuple[str, ...]] = {
@@ -31,7 +31,8 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "freezes": ("freeze",),
     "crashes and freezes": ("crash", "freeze"),
     "cut connections": ("cut",),
-    "all of them": ("crash", "freeze", "cut"),
+    "partitions": ("split",),
+    "all of them": KINDS,
 }
 
 

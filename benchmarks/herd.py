@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Peer:
     process: subprocess.Popen[bytes]
     born: float
     frozen: bool = False
+    network: Any = None
 
 
 class Herd:
@@ -38,12 +40,14 @@ class Herd:
 
     Args:
         target: samples of a global step.
-        codec: name in ``lightning_hivemind`` of the codec of gradients; empty: none.
+        codec: name in ``lightning_hivemind`` of the codec of gradients, or of :data:`.herd_peer.CODECS`; empty: none.
+        networks: ``swarm.namespaces.Namespace`` of one peer after another; none: all talk over loopback.
     """
 
-    def __init__(self, target: int = 64, codec: str = "") -> None:
+    def __init__(self, target: int = 64, codec: str = "", networks: Sequence[Any] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="herd-"))
         self._options = ["--target", str(target), "--codec", codec]
+        self._networks = list(networks)
         self.living: list[Peer] = []
         #: something is wrong: its files are to be read
         self.keep = False
@@ -73,8 +77,12 @@ class Herd:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
         with open(self.folder / f"{name}.log", "wb") as log:
             options = ["--join", known, "--batch-s", str(batch_s), "--dies", dies, *self._options]
-            process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
-        self.living.append(Peer(name=name, process=process, born=time.monotonic()))
+            network = self._networks.pop(0) if self._networks else None
+            if network is not None:
+                options += ["--address", network.address]
+            enter = network.enter if network is not None else None
+            process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment, preexec_fn=enter)
+        self.living.append(Peer(name=name, process=process, born=time.monotonic(), network=network))
         return self.living[-1]
 
     def gather(self, count: int, batch_s: float) -> None:
@@ -138,6 +146,29 @@ class Herd:
 
     def events(self, peer: Peer, name: str) -> list[dict[str, Any]]:
         return [one for one in self._lines(peer, "events.jsonl") if one["event"] == name]
+
+    def all_steps(self) -> list[dict[str, Any]]:
+        """Those of all peers there have ever been."""
+        names = [f"peer{number}" for number in range(self._count)]
+        return [one for name in names for one in json_lines(self.folder / f"{name}.jsonl")]
+
+    def unlike(self) -> list[int]:
+        """Global steps after which two peers had other parameters."""
+        digests: dict[int, set[str]] = {}
+        for one in self.all_steps():
+            digests.setdefault(one["epoch"], set()).add(one["digest"])
+        return sorted(epoch for epoch, found in digests.items() if len(found) > 1)
+
+    def counted_twice(self) -> int:
+        """Samples of which peers say that they are in steps, or lost, beyond those of their batches."""
+        twice = 0
+        for number in range(self._count):
+            events = json_lines(self.folder / f"peer{number}.events.jsonl")
+            made = BATCH * sum(one["event"] == "BatchAccumulated" for one in events)
+            used = sum(one["samples"] for one in events if one["event"] == "EpochCommitted")
+            used += sum(one["samples_lost"] for one in events if one["event"] == "RoundMissed")
+            twice += max(0, used - made)
+        return twice
 
     def await_steps(self, peer: Peer, count: int, timeout_s: float = START_S) -> None:
         """Until it has made so many. Raises TimeoutError."""

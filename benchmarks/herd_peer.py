@@ -1,7 +1,7 @@
 """One peer of ``herd.py``: the example's model, smaller, and one line in a file for each global step.
 
     python herd_peer.py FOLDER NAME [--join ADDRESSES] [--batch-s SECONDS] [--target SAMPLES] [--codec NAME]
-        [--dies MOMENT]
+        [--dies MOMENT] [--address IPV4]
 
 Writes ``FOLDER/NAME.jsonl`` (``epoch``, ``time``, ``digest`` of all parameters, ``loss``), ``NAME.events.jsonl``,
 ``NAME.address``, and at its end ``NAME.result``, the held-out loss. Once there is ``FOLDER/stop``, it stops with all
@@ -17,6 +17,8 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,19 @@ from swarm.phases import MOMENTS, arm, use_chunks_of
 #: of its 100,000 parameters or so: every member of a round owns some
 CHUNK_ELEMENTS = 4096
 CONTEXT = 64
+#: what is more than a class: arguments of the strategy, by name
+CODECS: dict[str, Callable[[], dict[str, Any]]] = {
+    "SizeAdaptive": lambda: {
+        "grad_compression": lightning_hivemind.SizeAdaptiveCompression(
+            threshold=CHUNK_ELEMENTS,
+            less=lightning_hivemind.Float16Compression(),
+            greater_equal=lightning_hivemind.Uniform8BitQuantization(),
+        )
+    },
+    "PowerSGD": lambda: {
+        "grad_averager_factory": partial(lightning_hivemind.PowerSGDGradientAverager, averager_rank=8)
+    },
+}
 
 
 class Slower(ByteGPT):  # type: ignore[misc]
@@ -72,6 +87,13 @@ class Ledger(pl.Callback):
         self._file.write(json.dumps(line) + "\n")
 
 
+def codec_options(name: str) -> dict[str, Any]:
+    """Arguments of the strategy for a codec of gradients."""
+    if name in CODECS:
+        return CODECS[name]()
+    return {"grad_compression": getattr(lightning_hivemind, name)()} if name else {}
+
+
 def main(options: argparse.Namespace) -> None:
     folder, name = options.folder, options.name
     torch.set_num_threads(1)
@@ -85,9 +107,9 @@ def main(options: argparse.Namespace) -> None:
         engine="native",
         run_id="herd",
         initial_peers=options.join,
-        grad_compression=getattr(lightning_hivemind, options.codec)() if options.codec else None,
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        host_maddrs=[f"/ip4/{options.address}/tcp/0"],
         matchmaking_time=1.0,
+        **codec_options(options.codec),
     )
     publish(folder / f"{name}.address", ",".join(map(str, strategy.dht.get_visible_maddrs())))
     pl.seed_everything(0)
@@ -119,6 +141,7 @@ if __name__ == "__main__":
     parser.add_argument("--join", default="", help="addresses with commas")
     parser.add_argument("--batch-s", type=float, default=0.0, help="that a batch takes longer than it does")
     parser.add_argument("--target", type=int, default=64, help="samples of a global step")
-    parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind")
+    parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind, or here")
+    parser.add_argument("--address", default="127.0.0.1", help="at which it listens")
     parser.add_argument("--dies", default="", help="a moment of a round, by its name in swarm.phases")
     main(parser.parse_args())

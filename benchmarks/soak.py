@@ -1,17 +1,19 @@
 """Many peers on few cores for a long time, while something happens to one of them every few seconds.
 
-    python benchmarks/soak.py --peers 8 --minutes 10 --every 5     # writes benchmarks/results/soak.md
-    python benchmarks/soak.py --every 0                            # the same with nothing happening
+    python benchmarks/soak.py --every 0       # nothing happens; writes benchmarks/results/soak-calm.md
+    python benchmarks/soak.py                 # eight peers, ten minutes, an event every five seconds; writes soak.md
     python benchmarks/soak.py --codec Uniform8BitQuantization --no-write
 
 An event kills a random peer, or freezes it for six seconds. A killed one is started again after twenty. In the first
-and the last minute nothing happens. Status 1 if the swarm made no step for long, if parameters were unlike at one step,
-if a peer took more and more memory, descriptors or threads, or did not end well.
+and the last minute nothing happens. The loss at equal steps is compared with that of the last run without events.
+Status 1 if the swarm made no step for long, if parameters were unlike at one step, if a sample was counted twice, if a
+peer took more and more memory, descriptors or threads, or did not end well.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import signal
@@ -25,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from bench_bars import is_so
-from bench_results import Run, report, write
+from bench_bars import at_most, is_so
+from bench_results import RESULTS, Run, report, write
 from bench_spec import json_lines
 from bench_stats import markdown_table, number
 from herd import Herd, Peer
@@ -39,6 +41,8 @@ SAMPLE_S = 5.0
 TOLD = ("RoundMissed", "RoundIncomplete", "StateLoaded", "StepsUndone", "ParametersDiffered")
 #: the longest that the swarm may make no step
 STILL_S = 20.0
+#: over so many steps losses are averaged, and by how much they may be above those without events
+WINDOW, LOSS = 50, 1.05
 #: by how much a peer may grow in what is left of its life: its memory, and (a few for each other peer) the others
 GROWTH_MEMORY, GROWTH_COUNTS = 1.1, 1.5
 
@@ -117,14 +121,13 @@ def growth(sizes: Sequence[tuple[float, int, int, int]]) -> list[float] | None:
 def findings(soak: Soak) -> dict[str, Any]:
     """What the peers wrote."""
     folder = soak.herd.folder
-    digests: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    peers: dict[int, int] = defaultdict(int)
     times: dict[int, float] = {}
-    for path in sorted(folder.glob("peer*.jsonl")):
-        if path.name.endswith(".events.jsonl"):
-            continue
-        for line in json_lines(path):
-            digests[line["epoch"]][line["digest"]].append(path.stem)
-            times[line["epoch"]] = min(line["time"], times.get(line["epoch"], line["time"]))
+    losses: dict[int, list[float]] = defaultdict(list)
+    for line in soak.herd.all_steps():
+        peers[line["epoch"]] += 1
+        losses[line["epoch"] // WINDOW].append(line["loss"])
+        times[line["epoch"]] = min(line["time"], times.get(line["epoch"], line["time"]))
     first_s = min(times.values()) + SETTLED_S
     steps = sorted(time_s for time_s in times.values() if time_s > first_s)
     events: dict[str, int] = defaultdict(int)
@@ -135,9 +138,11 @@ def findings(soak: Soak) -> dict[str, Any]:
     grown = [found for sizes in soak.sizes.values() if (found := growth(sizes)) is not None]
     results = [float(path.read_text(encoding="utf-8")) for path in folder.glob("peer*.result")]
     return {
-        "steps": max(digests),
-        "compared": sum(sum(map(len, one.values())) > 1 for one in digests.values()),
-        "unlike": sorted(epoch for epoch, one in digests.items() if len(one) > 1),
+        "steps": max(peers),
+        "compared": sum(count > 1 for count in peers.values()),
+        "unlike": soak.herd.unlike(),
+        "losses": [sum(losses[one]) / len(losses[one]) for one in sorted(losses)[:-1]],
+        "twice": soak.herd.counted_twice(),
         "still_s": max((after - before for before, after in pairwise(steps)), default=math.inf),
         "grown": [max(column) for column in zip(*grown, strict=True)] if grown else [],
         "peers_measured": len(grown),
@@ -152,6 +157,8 @@ def problems(found: dict[str, Any], peers: int) -> list[str]:
     wrong = []
     if found["unlike"]:
         wrong.append(f"parameters differed at steps {found['unlike'][:10]}")
+    if found["twice"]:
+        wrong.append(f"{found['twice']} samples were counted twice")
     if found["still_s"] > STILL_S:
         wrong.append("the swarm stood still")
     limits = (GROWTH_MEMORY, GROWTH_COUNTS, GROWTH_COUNTS)
@@ -168,7 +175,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two events; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="of the events")
-    parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind")
+    parser.add_argument("--codec", default="", help="of gradients: a name in lightning_hivemind or in herd_peer.CODECS")
     parser.add_argument(
         "--write", action=argparse.BooleanOptionalAction, default=True, help="benchmarks/results/soak*.md"
     )
@@ -190,6 +197,7 @@ def main() -> int:
         ["global steps", str(found["steps"])],
         ["steps at which parameters of two or more peers were compared", str(found["compared"])],
         ["... and differed", str(len(found["unlike"]))],
+        ["samples counted twice", str(found["twice"])],
         ["longest time without a step, s", number(found["still_s"])],
         [f"growth of memory, descriptors, threads, largest of {found['peers_measured']} peers", _times(found["grown"])],
         ["told by peers", ", ".join(f"{count} {what}" for what, count in sorted(found["events"].items()))],
@@ -201,13 +209,29 @@ def main() -> int:
         is_so(f"{what}: steps with unlike parameters", "0", str(len(found["unlike"])), holds=not found["unlike"]),
         is_so(f"{what}: hangs, leaks, bad ends", "none", "; ".join(wrong) or "none", holds=not wrong),
     ]
+    name = "-".join(["soak", *filter(None, [options.codec])])
+    if options.every and (calm := _calm_losses(name)):
+        bars.append(at_most(f"{what}: loss / without events", LOSS, [loss_ratio(found["losses"], calm)]))
+        rows.append(["loss at equal steps / without events", bars[-1].found])
     facts = run.facts(peers=str(options.peers), minutes=f"{options.minutes:g}")
     text = report("Soak", facts, markdown_table(["what", "found"], rows), bars)
     print(text)
     if options.write:
-        name = "-".join(["soak", *filter(None, [options.codec]), *([] if options.every else ["calm"])])
-        write(name, text, facts, bars, found=found)
+        write(name if options.every else f"{name}-calm", text, facts, bars, found=found)
     return 1 if wrong else 0
+
+
+def loss_ratio(found: Sequence[float], calm: Sequence[float]) -> float:
+    """In the last window of as many steps that both have; NaN if there is none."""
+    common = min(len(found), len(calm))
+    return found[common - 1] / calm[common - 1] if common else math.nan
+
+
+def _calm_losses(name: str) -> list[float]:
+    """Of the run without events that was written last."""
+    path = RESULTS / f"{name}-calm.json"
+    losses: list[float] = json.loads(path.read_text(encoding="utf-8"))["found"]["losses"] if path.exists() else []
+    return losses
 
 
 def _times(ratios: list[float]) -> str:

@@ -1,7 +1,8 @@
-"""Says in one sentence when hivemind cannot run here."""
+"""What differs between systems: whether hivemind can run here, and what the kernel is told of memory."""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import sys
 
@@ -26,3 +27,9 @@ def require_hivemind() -> None:
             f"hivemind cannot be imported here ({where}): {type(error).__name__}: {error}."
             " Install it with: pip install 'hivemind>=1.1.12,<1.2' (Linux x86_64 and aarch64, macOS arm64)."
         ) from error
+
+
+def advise_memory(address: int, length: int, advice: int) -> None:
+    """``madvise`` (Linux; elsewhere nothing) of whole pages. What the kernel does not know or take is as it was."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)

@@ -331,10 +331,13 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def _started_network(self) -> PeerNetwork:
         if self._network is None:
             from lightning_hivemind.network.daemon import PeerNetwork
+            from lightning_hivemind.network.forking import kept_from_children
 
             self._write_events()
             network = PeerNetwork(self.arguments.network_settings(), self.events)
-            network.start()
+            module = self.lightning_module
+            with kept_from_children([*module.parameters(), *module.buffers()] if module is not None else []):
+                network.start()
             self._network = network
         return self._network
 

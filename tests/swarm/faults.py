@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.compression import NoCompression
+from torch import Tensor
+
+from lightning_hivemind.engine.native.codecs.floating import ScaledFloat16
+from swarm.spec import PeerSpec
 
 
 class DiesInARound(NoCompression):  # type: ignore[misc]  # hivemind has no types
@@ -25,3 +29,18 @@ class DiesInARound(NoCompression):  # type: ignore[misc]  # hivemind has no type
             os.kill(self._trainer, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().compress(*args, **kwargs)
+
+
+def codec_fails(spec: PeerSpec) -> None:
+    """Trains; once there is a file ``fail`` in the peer's folder, Float16 cannot encode anything any more."""
+    encode, fail = ScaledFloat16.encode, Path(spec.folder, "fail")
+
+    def encode_or_fail(codec: ScaledFloat16, values_N: Tensor, *more: Any) -> memoryview:
+        if fail.exists():
+            raise ValueError("induced: cannot be encoded")
+        return encode(codec, values_N, *more)
+
+    ScaledFloat16.encode = encode_or_fail  # type: ignore[method-assign]
+    from swarm.peer_main import train
+
+    train(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import pairwise
 
 import pytest
@@ -101,6 +102,40 @@ def test_a_killed_peer_costs_the_others_no_step_and_no_sample(swarm: Swarm) -> N
     assert not first.said("RoundMissed")
     assert not second.said("RoundMissed")
     assert_ledger([first, second])
+
+
+def test_a_codec_that_fails_is_an_error_that_the_user_sees_and_the_others_go_on(swarm: Swarm) -> None:
+    common = {"strategy_code": {"grad_compression": "Float16Compression()"}, "trainer": ENDLESS, "delay_s": 0.05}
+    first, second = swarm.start(2, **common)
+    (victim,) = swarm.start(1, together=False, scenario="swarm.faults:codec_fails", **common)
+    victim.wait_epoch(max(first.commits) + 3, timeout_s=60)
+    (victim.folder / "fail").touch()
+    error = victim.wait_for("raised", timeout_s=90)
+    assert error["kind"] == "SwarmError", error["trace"]
+    assert "this peer's part in a round failed 3 times in a row" in error["text"]
+    assert "ValueError: induced: cannot be encoded" in error["text"]
+    assert victim.said("RoundIncomplete", kind="gradients"), "each attempt is told"
+    victim.wait_exit(code=1)
+    for peer in (first, second):
+        peer.wait_epoch(max(peer.commits) + 3, timeout_s=60)
+    last = min(max(first.commits), max(second.commits))
+    assert len(digests([first, second], last)) == 1
+    assert_ledger([first, second])
+
+
+def test_a_peer_that_is_told_to_stop_in_a_round_makes_no_step_of_its_own(swarm: Swarm) -> None:
+    """The round waits for a peer that is frozen until it is given up, and the signal comes before that."""
+    first, second = swarm.start(2, trainer=ENDLESS, delay_s=0.05)
+    first.wait_epoch(2)
+    second.freeze()
+    rounds = len(first.said("RoundStarted"))
+    first.wait_until(lambda: len(first.said("RoundStarted")) > rounds, timeout_s=60, what="a round")
+    first.signal(signal.SIGTERM)
+    first.wait_exit(code=None, timeout_s=60)
+    stopped = first.said("PeerStopped")[0]["epoch"]
+    assert max(event["epoch"] for event in first.said("EpochCommitted")) == stopped
+    assert not first.said("exception", kind="EngineStuckError")
+    assert_ledger([first])
 
 
 def test_a_frozen_peer_is_left_behind_and_catches_up(swarm: Swarm) -> None:

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from swarm.checks import together
+from swarm.checks import assert_complete, assert_ledger, together
 from swarm.harness import Swarm
-from swarm.namespaces import joined_namespaces, star_of_namespaces, why_unavailable
+from swarm.namespaces import homes, joined_namespaces, run, star_of_namespaces, why_no_homes, why_unavailable
 from swarm.network_process import SCRIPT, PeerProcess
 from swarm.spec import ENDLESS
 
@@ -118,6 +118,25 @@ class TestNative:
             # Who comes back may make a step before it reaches both: one takes that state then, and nothing is lost.
             assert [len(peer.said("RoundMissed")) for peer in (first, other)] == missed
             assert not first.said("StepsUndone") + other.said("StepsUndone")
+
+    def test_a_peer_on_a_slow_line_is_waited_for_and_not_taken_for_dead(self, swarm: Swarm) -> None:
+        """Of 1.3 MB of a gradient it sends what others reduce: a second and more, with 0.5 MB/s."""
+        if reason := why_no_homes():
+            pytest.skip(reason)
+        with homes(3, 1000.0) as spaces:
+            slow = ("rate", "4mbit", "burst", "64kb", "latency", "100ms")
+            run(*spaces[2].command("tc", "qdisc", "change", "dev", "line", "root", "tbf", *slow))
+            steps, places = 6, [{"network": space.name} for space in spaces]
+            peers = swarm.start(
+                3, peers=places, model={"width": 512}, trainer={"max_steps": steps}, delay_s=0.05, quick=False
+            )
+            swarm.finish(timeout_s=180)
+            assert_complete(peers, range(1, steps + 1))
+            assert_ledger(peers)
+            for peer in peers:
+                first, *_, last = peer.said("EpochCommitted")
+                fewer = [one for one in peer.said("PeersChanged") if one["num_peers"] < 3]
+                assert not [one for one in fewer if first["time"] < one["time"] < last["time"]], "taken for dead"
 
     def test_two_peers_that_have_forwarded_the_port_of_libp2p_only_train_all_the_same(self, swarm: Swarm) -> None:
         port = 31_337

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.network import HostileNetwork
 from lightning_hivemind.simulation.trainer import Habits
 from lightning_hivemind.simulation.world import World
 
-KINDS = ("crash", "freeze", "cut")
+KINDS = ("crash", "freeze", "cut", "split")
 
 
 @dataclass(kw_only=True)
@@ -82,10 +83,12 @@ class Schedule:
         """Let it happen now, if it can: one peer must be left that is well."""
         world, peer = self.world, self.world.peers[name]
         well = [one.name for one in world.living() if not one.frozen and one.name != name]
-        if kind == "cut":
+        if kind in ("cut", "split"):
+            pairs = [(name, other)] if kind == "cut" else self._sides(name, other)
             if name != other:
-                world.cut(name, other)
-                world.clock.after(lasts_s, lambda: world.join(name, other))
+                for pair in pairs:
+                    world.cut(*pair)
+                    world.clock.after(lasts_s, partial(world.join, *pair))
                 self.fired.append((world.now, kind, f"{name} {other}"))
         elif well and peer.alive and not peer.frozen:
             self.fired.append((world.now, kind, name))
@@ -95,6 +98,13 @@ class Schedule:
             else:
                 world.freeze(name)
                 world.clock.after(lasts_s, lambda: world.thaw(name) if world.peers[name] is peer else None)
+
+    def _sides(self, name: str, other: str) -> list[tuple[str, str]]:
+        """All pairs across a partition: from ``name`` on in the order of the names, and from ``other`` on."""
+        first, second = self.names.index(name), self.names.index(other)
+        turned = self.names[first:] + self.names[:first]
+        cut = (second - first) % len(turned)
+        return [(one, another) for one in turned[:cut] for another in turned[cut:]]
 
     def _restart(self, name: str) -> None:
         self.world.add(name, self.world.peers[name].habits)

@@ -32,6 +32,10 @@ class Trouble(RuleBasedStateMachine):
     def a_link_is_cut(self, pair: list[str], lasts_s: float) -> None:
         self.schedule.fault("cut", *pair, lasts_s)
 
+    @rule(pair=st.lists(st.sampled_from(NAMES), min_size=2, max_size=2, unique=True), lasts_s=st.floats(0.01, 6.0))
+    def the_swarm_is_split(self, pair: list[str], lasts_s: float) -> None:
+        self.schedule.fault("split", *pair, lasts_s)
+
     @rule(drop=st.sampled_from([0.0, 0.02, 0.2]), delay_s=st.sampled_from([0.001, 0.05, 0.5]))
     def the_network_changes(self, drop: float, delay_s: float) -> None:
         self.schedule.network.drop, self.schedule.network.delay_s = drop, delay_s

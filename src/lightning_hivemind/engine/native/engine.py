@@ -80,6 +80,8 @@ class NativeEngine:
         target, staleness = arguments.target_batch_size, arguments.max_staleness
         self._reports = Reports(events, target_samples=target, max_staleness=staleness)
         self._stop_epoch: int | None = None
+        #: what was got ready for a state
+        self._prepared = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ life
 
@@ -94,6 +96,8 @@ class NativeEngine:
         self._parts = parts = build(
             self._a, self._records.run, self._network, self._gradients, self._memory, self._coding, self._copy_state
         )
+        if self._a.initial_peers and not self._a.auxiliary:  # it will take their state
+            self._prepared.enter_context(parts.downloads.memory.prepared(self._stepper.state_bytes))
         self._whereabouts = Whereabouts(
             self._network,
             self._records.run,
@@ -125,6 +129,7 @@ class NativeEngine:
             parts.driver.adopt(self._head)
         whereabouts.start()
         self._between_batches(wait=False)  # who follows owes a state
+        self._prepared.close()
         self._reports.peers(self.num_peers)
         self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self.num_peers))
         return StepOutcome(epoch=self.epoch, committed=False)
@@ -166,7 +171,7 @@ class NativeEngine:
         lost = 0
         if batch_samples:
             lost = self._gradients.add(batch_samples, self.epoch, gradient_scale)
-            counted = batch_samples - lost
+            counted = max(0, batch_samples - lost)  # what is too old may be of batches before, too
             self._reports.batch(self.epoch, counted, local=self.local_samples, swarm=self.swarm_samples)
         self._gradients.end_batch()
         self._stepper.settle(wait=False)
@@ -193,6 +198,8 @@ class NativeEngine:
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():
             self._check_processes()
+            for epoch, reason in handover.take_untold().items():
+                self._reports.round_failed(epoch, reason)
             handover.check()
             while (step := self._next_step(handover)) is not None:
                 self._apply(step)
@@ -205,8 +212,6 @@ class NativeEngine:
                 self._reports.refused(self.epoch, refused)
             if handover.owes and not self._owes_nothing(handover):
                 continue
-            if (failure := handover.take_failure()) is not None:
-                self._reports.round_failed(self.epoch, failure)
             with handover.changed:
                 if not wait or self._stopped or handover.ready(self._head):
                     if handover.ready(self._head) and not self._stopped:

@@ -67,7 +67,8 @@ class Handover:
         self._decided: list[Decided] = []
         self._head: Head | None = None
         self._lost = self._refused = 0
-        self._failure: str | None = None
+        #: epochs whose round came to nothing, and why it did last
+        self._untold: dict[int, str] = {}
         #: why its own part in rounds went wrong, since it was in a commit
         self._failures: list[str] = []
         self._began = 0.0
@@ -113,7 +114,9 @@ class Handover:
     def returned(self, reason: str, *, begun: bool) -> None:
         self._gradients.returned()
         with self.changed:
-            self.under_way, self._failure = False, reason if begun else self._failure
+            self.under_way = False
+            if begun:
+                self._untold[self._head.epoch if self._head is not None else 0] = reason
             self.changed.notify_all()
 
     def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
@@ -126,7 +129,7 @@ class Handover:
             began = self._began if self.under_way else now
             self._pace.step(commit.samples - mine, now)
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
-            self._head, self.under_way, self._since, self._failure = commit.head, False, None, None
+            self._head, self.under_way, self._since = commit.head, False, None
             self._lost += lost
             if listed or not self._gives:
                 self._failures.clear()
@@ -285,8 +288,8 @@ class Handover:
                     f" {self._failures[-1]} (the log has all of it). Parameters are those of the last global step."
                 )
 
-    def take_failure(self) -> str | None:
-        """Why the last round came to nothing, once."""
+    def take_untold(self) -> dict[int, str]:
+        """Epochs whose round came to nothing since this was asked last, and why; another attempt may have led on."""
         with self.changed:
-            failure, self._failure = self._failure, None
-            return failure
+            untold, self._untold = self._untold, {}
+            return untold

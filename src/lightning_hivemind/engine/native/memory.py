@@ -4,6 +4,7 @@ maps it page by page, and the allocator returns it at once when it is free.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections import defaultdict
@@ -12,6 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_hivemind.platform import advise_memory
+
+_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 
 
 class Memory:
@@ -48,3 +53,15 @@ class Memory:
             if self._free_bytes + piece.nbytes <= self.kept_bytes:
                 self._free[piece.nbytes].append(piece)
                 self._free_bytes += piece.nbytes
+
+
+def populate(piece: Tensor) -> None:
+    """Have the system map these bytes, uint8 CPU, now; what is in them stays. (Linux; elsewhere nothing.)
+
+    Else that happens page by page when they are first written to, while others wait for it: 0.35 ms a megabyte, 2.4 in
+    a virtual machine that has given memory back. Other threads may write to them meanwhile.
+    """
+    begin = -(-piece.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (piece.data_ptr() + piece.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if length > 0:
+        advise_memory(begin, length, _POPULATE_WRITE)

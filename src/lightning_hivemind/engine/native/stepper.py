@@ -13,9 +13,17 @@ from torch import Tensor
 
 from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.low_rank import LowRank
+from lightning_hivemind.engine.native.memory import Memory, populate
 from lightning_hivemind.engine.native.moments import Moments
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, install, read_description
+from lightning_hivemind.engine.native.state.snapshot import (
+    Description,
+    Snapshot,
+    copy_state,
+    install,
+    read_description,
+    state_bytes,
+)
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
 from lightning_hivemind.errors import ArgumentError
@@ -171,14 +179,24 @@ class Stepper:
     def copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; from any thread. ``known`` is a copy that may still be right."""
         with self.lock:
+            if known is not None and known.head == self.head and self._copied == (known.key, self._states):
+                return None if self._stepping else known
+            size = state_bytes(self.optimizer, self._shared, self.statistics.own)
+        memory = Memory().bytes(size)
+        populate(memory)  # without the lock: no step waits for it
+        with self.lock:
             if self._stepping:
                 return None
-            if known is not None and known.head == self.head and self._copied == (known.key, self._states):
-                return known
-            copy, states = copy_state(self.optimizer, self._shared, self.statistics.own, self.trail), self._states
+            copy = copy_state(self.optimizer, self._shared, self.statistics.own, self.trail, memory)
+            states = self._states
         found = copy.described()  # which takes as long, and needs no lock
         self._copied = found.key, states
         return found
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a state that another peer has; more if only its optimizer has made a step."""
+        return state_bytes(self.optimizer, self._shared, self.statistics.own)
 
     def read(self, data: memoryview) -> Description:
         """What another peer says of its state, once it is known to fit. Raises StateError."""

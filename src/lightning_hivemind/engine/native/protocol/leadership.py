@@ -202,6 +202,10 @@ class Leadership:
         self.dismiss("the others have committed", now)
         self._failures, self._hold_until = 0, 0.0
 
+    def elsewhere(self) -> None:
+        """This peer has another state: what it held back for was where it stood."""
+        self._failures, self._hold_until, self._due_since = 0, 0.0, None
+
     def back_off(self, now: float) -> None:
         """After a failure: a pause that doubles with each."""
         pause_s = min(self._settings.backoff_s * 2**self._failures, self._settings.max_backoff_s)

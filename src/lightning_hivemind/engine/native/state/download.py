@@ -26,6 +26,7 @@ from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import SendFrame
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES, digest_of
+from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Description
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import StateError, WireError
@@ -90,13 +91,18 @@ class _Attempt:
 
 
 class Downloads:
-    """One at a time. ``silence_s``: a donor that sends nothing for so long is not waited for."""
+    """One at a time. ``silence_s``: a donor that sends nothing for so long is not waited for.
+
+    Attributes:
+        memory: where states come from; see :class:`.room.StateMemory`.
+    """
 
     def __init__(self, send: SendFrame, silence_s: float) -> None:
         self._send, self._silence_s = send, silence_s
         self._changed = threading.Condition()
         self._attempt: _Attempt | None = None
         self._memory = Memory(kept_bytes=MOST_UNCHECKED * RANGE_BYTES)
+        self.memory = StateMemory()
 
     # ------------------------------------------------------------------ the training thread
 
@@ -190,7 +196,7 @@ class Downloads:
         Raises:
             StateError: they do not come.
         """
-        memory, stuck = Memory().bytes(chosen.size), math.inf
+        memory, stuck = self.memory.take(chosen.size), math.inf
         with self._changed:
             attempt.chosen = chosen
             # from the end, where those lie that only this donor has

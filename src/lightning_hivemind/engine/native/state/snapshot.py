@@ -140,9 +140,20 @@ class StateCopy:
         return Snapshot(self.head, description, self.memory, places, digest, digest_of_all(ranges))
 
 
+def state_bytes(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors) -> int:
+    """How long a copy is; before an optimizer's first step it has no state of its own."""
+    kept = [one for p in _parameters(optimizer) for one in optimizer.state.get(p, {}).values()]
+    sources = [*_parameters(optimizer), *(one for one in kept if isinstance(one, Tensor)), *shared, *own]
+    return sum(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in sources)
+
+
 @torch.no_grad()
-def copy_state(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, trail: Trail) -> StateCopy:
+def copy_state(
+    optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, trail: Trail, memory: Tensor | None = None
+) -> StateCopy:
     """Copy parameters and state of ``optimizer``, at the end of ``trail``, and the tensors, to host memory.
+
+    ``memory``: uint8 CPU (:func:`state_bytes`,), if there is some.
 
     Raises:
         StateError: the optimizer keeps something that is neither a tensor nor a number.
@@ -166,7 +177,8 @@ def copy_state(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors
     if unknown is not None:
         raise StateError(f"a tensor of {unknown} cannot be handed to peers that join.")
     parts, size = _lay_out([(str(tensor.dtype), tuple(tensor.shape)) for tensor in sources])
-    memory = Memory().bytes(size)
+    if memory is None or memory.numel() != size:
+        memory = Memory().bytes(size)
     for part, source in zip(parts, sources, strict=True):
         _view(memory, part).copy_(source)
         end = part.offset + part.bytes

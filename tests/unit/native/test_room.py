@@ -1,0 +1,99 @@
+"""Memory that is ready when a state arrives, and never holds anything up."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hivemind.engine.native.memory import Memory, populate
+from lightning_hivemind.engine.native.state.room import MOST_RESERVED, StateMemory
+from swarm.town import wait_for
+
+SIZE = 32 << 20
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def old_kernel() -> bool:
+    if not sys.platform.startswith("linux"):
+        return True
+    major, minor = (int(part) for part in platform.release().split(".")[:2])
+    return (major, minor) < (5, 14)
+
+
+@pytest.mark.skipif(old_kernel(), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
+def test_what_was_populated_is_written_to_without_waiting_for_the_system() -> None:
+    def written(ready: bool) -> int:
+        piece = Memory().bytes(SIZE)
+        if ready:
+            populate(piece)
+        before = faults()
+        piece.fill_(1)
+        return faults() - before
+
+    written(ready=True)  # what is needed for the first time only
+    assert 2 * written(ready=True) < written(ready=False)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4095, 3 * 4096 + 5])
+@pytest.mark.parametrize("start", [0, 1, 4096])
+def test_what_is_there_stays(count: int, start: int) -> None:
+    memory = torch.from_numpy(np.arange(start + count + 4096, dtype=np.uint64).view(np.uint8)[: start + count])
+    before = memory.clone()
+    populate(memory[start:])
+    assert torch.equal(memory, before)
+
+
+def test_a_state_goes_where_memory_was_prepared_also_with_the_optimizers_own() -> None:
+    memory = StateMemory()
+    with memory.prepared(SIZE):
+        assert memory._prepared is not None
+        place = memory._prepared.data_ptr()
+        first = memory.take(MOST_RESERVED * SIZE - 5)
+        assert (first.data_ptr(), first.numel()) == (place, MOST_RESERVED * SIZE - 5)
+        assert memory.take(SIZE).data_ptr() != place, "another state is another piece"
+
+
+def test_a_state_that_is_larger_than_thought_has_memory_of_its_own() -> None:
+    memory = StateMemory()
+    with memory.prepared(64):
+        assert memory.take(64 * MOST_RESERVED + 1).numel() == 64 * MOST_RESERVED + 1
+    assert memory.take(100).numel() == 100
+
+
+def test_what_was_not_needed_is_given_back() -> None:
+    memory = StateMemory()
+    with memory.prepared(SIZE):
+        pass
+    assert memory._prepared is None
+
+
+def test_where_the_system_promises_no_more_than_it_has_less_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    get = Memory.bytes
+
+    def strict(self: Memory, count: int) -> torch.Tensor:
+        if count > SIZE:
+            raise MemoryError
+        return get(self, count)
+
+    monkeypatch.setattr(Memory, "bytes", strict)
+    memory = StateMemory()
+    with memory.prepared(SIZE):
+        assert memory.take(SIZE).numel() == SIZE
+
+
+def test_no_thread_is_left() -> None:
+    memory = StateMemory()
+    with memory.prepared(SIZE):
+        memory.take(SIZE)
+    wait_for(
+        lambda: all(one.name != "lightning-hivemind-memory" for one in threading.enumerate()), "the threads have ended"
+    )

@@ -1,0 +1,80 @@
+"""Every argument runs on every engine, or is refused there: ``docs/reference/evidence.md`` against the tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lightning_hivemind import argument_rules
+from lightning_hivemind.arguments import Arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+BOTH = frozenset({"native", "hivemind"})
+#: a decorator of a test, or of none
+MARKS = {"HIVEMIND_ONLY": frozenset({"hivemind"}), "ANY_ENGINE": frozenset({"native"})}
+NAMED = re.compile(r"`(test_\w+)`")
+#: what no test can reach from here, and the table says so
+OUT_OF_REACH = {"use_ipfs"}
+#: that a test of one engine shows as well as a test of the other: what it does ends before there is an engine
+BEFORE_ANY_ENGINE = {"use_relay", "use_auto_relay", "trusted_relays", "startup_timeout", "shutdown_timeout"}
+
+
+def engines_of_tests() -> dict[str, frozenset[str]]:
+    """Of each test with real peers, the engines on which it runs (``make test-full``)."""
+    found: dict[str, frozenset[str]] = {}
+
+    def visit(body: list[ast.stmt], usual: frozenset[str]) -> None:
+        functions = [one for one in body if isinstance(one, ast.FunctionDef)]
+        for one in functions:
+            if one.name == "engine":  # a fixture that takes the place of the engines of the run
+                (ends,) = [part for part in ast.walk(one) if isinstance(part, ast.Return)]
+                usual = frozenset({str(ast.literal_eval(ends.value))})  # type: ignore[arg-type]
+        for one in functions:
+            names = {part.id for part in one.decorator_list if isinstance(part, ast.Name)}
+            marked = [engines for name, engines in MARKS.items() if name in names]
+            found[one.name] = marked[0] if marked else usual
+        for part in body:
+            if isinstance(part, ast.ClassDef):
+                visit(part.body, usual)
+
+    for path in (ROOT / "tests" / "swarm").glob("test_*.py"):
+        visit(ast.parse(path.read_text(encoding="utf-8")).body, BOTH)
+    return found
+
+
+def rows() -> dict[str, frozenset[str]]:
+    """Of each argument in the table, the engines on which the tests that it names run."""
+    text = (ROOT / "docs" / "reference" / "evidence.md").read_text(encoding="utf-8")
+    table = text.partition("## Arguments")[2].partition("\n## ")[0]
+    real, found = engines_of_tests(), defaultdict[str, frozenset[str]](frozenset)
+    for line in table.splitlines():
+        cells = line.strip("| ").split(" | ")
+        if len(cells) != 2 or not cells[0].startswith("`"):
+            continue
+        covered: frozenset[str] = frozenset()
+        for part in re.split("[;,]", cells[1]):
+            for name in NAMED.findall(part):
+                said = frozenset({"native"}) if "(native)" in part else BOTH
+                covered |= real.get(name, said)
+        for argument in re.findall(r"`(\w+)`", cells[0]):
+            found[argument] |= covered
+    return found
+
+
+def refused_by(engine: str) -> set[str]:
+    return set(argument_rules._NOT_NATIVE if engine == "native" else argument_rules._ONLY_NATIVE)
+
+
+@pytest.mark.parametrize("engine", sorted(BOTH))
+@pytest.mark.parametrize("argument", [one.name for one in fields(Arguments) if "check" in one.metadata])
+def test_every_argument_runs_on_every_engine_or_is_refused_there(argument: str, engine: str) -> None:
+    if argument in OUT_OF_REACH or (argument in refused_by(engine) and argument != "averager_opts"):
+        return
+    assert argument in rows(), "it has no row"
+    covered = rows()[argument]
+    assert engine in (BOTH if argument in BEFORE_ANY_ENGINE and covered else covered), f"the tests run on {covered}"
