@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 import sys
+from typing import Any
 
 from lightning_hivemind.errors import PlatformError
 
@@ -31,5 +33,10 @@ def require_hivemind() -> None:
 
 def advise_memory(address: int, length: int, advice: int) -> None:
     """``madvise`` (Linux; elsewhere nothing) of whole pages. What the kernel does not know or take is as it was."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
+    if (madvise := _madvise()) is not None:
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice)
+
+
+@functools.cache
+def _madvise() -> Any:
+    return ctypes.CDLL(None, use_errno=True).madvise if sys.platform.startswith("linux") else None

@@ -331,13 +331,11 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def _started_network(self) -> PeerNetwork:
         if self._network is None:
             from lightning_hivemind.network.daemon import PeerNetwork
-            from lightning_hivemind.network.forking import kept_from_children
 
             self._write_events()
             network = PeerNetwork(self.arguments.network_settings(), self.events)
             module = self.lightning_module
-            with kept_from_children([*module.parameters(), *module.buffers()] if module is not None else []):
-                network.start()
+            network.start(without=[*module.parameters(), *module.buffers()] if module is not None else ())
             self._network = network
         return self._network
 

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,11 +21,13 @@ from typing import Any, TypeVar, cast
 import hivemind
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P
+from torch import Tensor
 
 from lightning_hivemind.errors import DaemonError, JoinError, NetworkError
 from lightning_hivemind.events import EventBus, PeerStarted, Waiting
 from lightning_hivemind.network import diagnosis
 from lightning_hivemind.network.answers import survive_late_answers
+from lightning_hivemind.network.forking import kept_from_children
 from lightning_hivemind.network.identity import IdentityLock, check_identity, without_self
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child
 from lightning_hivemind.network.neighbours import keep_neighbours
@@ -123,8 +125,10 @@ class PeerNetwork:
         self._daemon_pid: int | None = None
         self._identity = IdentityLock(settings.identity_path)
 
-    def start(self) -> None:
+    def start(self, without: Iterable[Tensor] = ()) -> None:
         """Start and, if there are ``initial_peers``, join. Does nothing if started already.
+
+        ``without``: what its process does not need; see :mod:`.forking`.
 
         Emits :class:`Waiting` every 5 s, and :class:`PeerStarted` once up.
 
@@ -142,7 +146,7 @@ class PeerNetwork:
         self._identity.take()
         try:
             self._sockets = SocketDirectory.create()
-            self._join(self._sockets, peers, began)
+            self._join(self._sockets, peers, began, list(without))
             self._identity.take()  # a new one is there only now
             self._peer_id, self._daemon_pid, addresses = self._call(_describe)
             self._call(keep_neighbours)
@@ -210,12 +214,13 @@ class PeerNetwork:
             raise DaemonError("The peer's network is not running: call start() first.")
         return self._dht
 
-    def _join(self, sockets: SocketDirectory, peers: tuple[str, ...], began: float) -> None:
+    def _join(self, sockets: SocketDirectory, peers: tuple[str, ...], began: float, without: list[Tensor]) -> None:
         """Start the DHT; where no peer answered, start it again after a pause."""
         for pause_s in (*_JOIN_PAUSES_S, None):
             self._dht = PeerDHT(sockets, **_dht_options(self.settings, peers))
             try:
-                self._dht.start()
+                with kept_from_children(without):
+                    self._dht.start()
                 self._await_ready(self._dht, sockets, peers, began)
                 return
             except NetworkError:

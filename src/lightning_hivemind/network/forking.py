@@ -11,6 +11,7 @@ import contextlib
 import mmap
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from lightning_hivemind.platform import advise_memory
@@ -35,11 +36,18 @@ def kept_from_children(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _pages(tensor: Tensor) -> list[tuple[int, int]]:
-    """Address and length; nothing of what is on a device, shared anyway, or small."""
-    if tensor.device.type != "cpu" or tensor.is_sparse or tensor.is_shared():  # type: ignore[no-untyped-call]
+    """Address and length; nothing of what is on a device, shared anyway, small, or has no plain memory of its own."""
+    try:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_shared():  # type: ignore[no-untyped-call]
+            return []
+        if type(tensor.data) is not Tensor:
+            return []
+        storage = tensor.untyped_storage()
+        begin, page = storage.data_ptr(), mmap.PAGESIZE
+    except (RuntimeError, NotImplementedError, ValueError):  # of wrappers around others, lazy and fake ones
         return []
-    storage = tensor.untyped_storage()
-    begin, page = storage.data_ptr(), mmap.PAGESIZE
+    if not begin:
+        return []
     first = (begin // page + 2) * page
     length = (begin + storage.nbytes()) // page * page - page - first
     return [(first, length)] if length > 0 else []

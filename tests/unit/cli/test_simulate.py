@@ -25,13 +25,6 @@ def test_one_object_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["peers"] == 3
 
 
-def test_a_thousand_peers_make_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--profile", "home-broadband", "--parameters", "1e6", "--steps", "2", "--json"]
-    assert main(["simulate", "--peers", "1000", *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["peers"], found["steps"]) == (1000, 2)
-
-
 def test_a_run_without_a_step_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL[:3], "--profile", "perfect", "--uplink", "0.1", "--steps", "1"]) == 1
     assert "No step was made" in capsys.readouterr().out

@@ -150,23 +150,50 @@ def test_a_result_that_comes_twice_is_not_written_over() -> None:
     assert mine.room_for_result(0, 1, "b", 4 * 512) is not None
 
 
-def test_an_average_is_changed_by_its_owner_only_where_nobody_else_reads_or_writes_it() -> None:
-    """What clips it must not reach what is still being sent; and what comes again must not reach it."""
+def test_an_average_is_given_away_only_where_nobody_else_reads_or_writes_it() -> None:
+    """What clips it must not reach what is still being sent; and what still comes must not reach it."""
+
+    def arrived(breaks: bool) -> Exchange:
+        mine = Exchange(LAYOUT, [Exact()] * 2, "a", random(0))
+        mine.begin(plan_of(SAMPLES, reducers="b"))
+        if breaks:  # a connection, when it has begun to write there
+            assert mine.room_for_result(1, 0, "b", 4 * 512) is not None
+        for chunk in (0, 1):
+            room = mine.room_for_result(chunk, 0, "b", 4 * 512)
+            assert room is not None
+            room[:] = memory_of(torch.full((512,), 7.0))
+            mine.take(chunk, 0, "b", room)
+        assert mine.result.tolist() == [7.0] * 1024
+        return mine
+
+    assert (mine := arrived(breaks=False)).end(sending=False) is mine.result
+    for breaks, sending in ((True, False), (False, True)):
+        mine = arrived(breaks=breaks)
+        average = mine.end(sending=sending)
+        assert average.data_ptr() != mine.result.data_ptr()
+        assert torch.equal(average, mine.result)
+
+
+def test_what_comes_again_is_not_written_over_what_is_there() -> None:
+    """It may be damaged on the way, and is dropped only when all of it is here."""
+    mine = Exchange(LAYOUT, [Exact()] * 2, "a", random(0))
+    early = mine.room_for_result(0, 0, "b", 4 * 512)
+    assert early is not None
+    early[:] = memory_of(torch.ones(512))
+    mine.begin(plan_of(SAMPLES, reducers="b"))
+    mine.take(0, 0, "b", early)
+    mine._taken.clear()  # as if it had come before the plan to the last byte
+    again = mine.room_for_result(0, 0, "b", 4 * 512)
+    assert again is not None
+    again[:] = b"x" * len(again)
+    assert mine.result[LAYOUT.span(0)].tolist() == [1.0] * 512
+
+
+def test_nobody_is_given_a_place_in_an_average_that_has_a_new_owner() -> None:
     mine = Exchange(LAYOUT, [Exact()] * 2, "a", random(0))
     mine.begin(plan_of(SAMPLES, reducers="b"))
-    for chunk in (0, 1):
-        room = mine.room_for_result(chunk, 0, "b", 4 * 512)
-        assert room is not None
-        if chunk == 1:
-            again = mine.room_for_result(chunk, 0, "b", 4 * 512)  # over a new connection, made when this one broke
-        mine.take(chunk, 0, "b", room)
-    average = mine.end(sending=False)
-    assert average.data_ptr() != mine.result.data_ptr(), "it may still arrive"
-    assert torch.equal(average, mine.result)
-    assert again is not None
-    mine.take(1, 0, "b", again)
-    assert mine.end(sending=False) is mine.result
-    assert mine.end(sending=True).data_ptr() != mine.result.data_ptr()
+    mine.end(sending=False)
+    assert mine.room_for_result(0, 0, "b", 4 * 512) is None
 
 
 def test_a_result_that_comes_before_the_plan_does_not_stand_in_the_way_of_the_right_one() -> None:

@@ -39,8 +39,8 @@ def test_what_was_populated_is_written_to_without_waiting_for_the_system() -> No
         piece.fill_(1)
         return faults() - before
 
-    written(ready=True)  # what is needed for the first time only
-    assert 2 * written(ready=True) < written(ready=False)
+    least = {ready: min(written(ready=ready) for _ in range(5)) for ready in (True, False)}  # others write, too
+    assert 2 * least[True] < least[False]
 
 
 @pytest.mark.parametrize("count", [0, 1, 4095, 3 * 4096 + 5])

@@ -141,6 +141,32 @@ def test_sums_in_place_stay_where_they_are() -> None:
     assert same(trainee.parameters, plainly([average]))
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["a gradient of before", "none"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
+def test_a_fused_optimizer_gets_gradients_that_lie_as_its_parameters_do(make: Any, *, before: bool) -> None:
+    """It goes through memory without looking at strides."""
+    torch.manual_seed(0)
+    start, average = torch.randn(4, 3, 2, 2), torch.randn(48)
+    found = []
+    for fused in (True, False):
+        parameter = torch.nn.Parameter(start.clone().to(memory_format=torch.channels_last))
+        parameter.grad = torch.ones_like(parameter) if before else None
+        training = PeerTraining(
+            optimizer=make([parameter], lr=0.1, fused=fused),
+            rebuild_optimizer=None,
+            make_scheduler=lambda optimizer: None,
+            advance_schedulers=lambda epoch: None,
+            before_optimizer_step=lambda optimizer: None,
+            extra_tensors=[],
+            buffers=[],
+            schema=[],
+            should_abort=lambda: False,
+        )
+        Stepper(training, ROOT, delayed=False).step(torch.cat((average, torch.ones(1))), head(1))
+        found.append(parameter.detach().clone())
+    assert torch.allclose(*found, atol=1e-6)
+
+
 def test_on_the_host_the_average_is_not_copied() -> None:
     """It is the stepper's own: see ``Exchange.end``."""
     trainee = Trainee()

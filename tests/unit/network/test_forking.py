@@ -42,6 +42,16 @@ def test_children_do_without_it_for_that_time_only() -> None:
     assert bool((tensor == 1).all())
 
 
+def test_what_has_no_plain_memory_is_passed_over() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(1 << 20)
+    others = [torch.nn.parameter.UninitializedParameter(), torch.ones(3, 3).to_sparse_csr(), torch.ones(3).to_sparse()]
+    with kept_from_children([*others, fake, torch.quantize_per_tensor(torch.ones(9), 0.1, 0, torch.qint8)]):
+        pass
+
+
 def test_an_error_within_it_changes_nothing() -> None:
     tensor = torch.ones(1 << 20)
     with pytest.raises(OSError, match="no network"), kept_from_children([tensor]):

@@ -142,6 +142,7 @@ class NativeEngine:
         if self._records is None:
             return
         records, self._records = self._records, None
+        self._prepared.close()
         if self._whereabouts is not None:
             self._whereabouts.stop()
         if self._parts is not None:
@@ -275,10 +276,11 @@ class NativeEngine:
             return None
         if self._a.auxiliary:
             return catching_up.pass_on(known)
+        memory = self._stepper.room_for_copy(known)
         made, running = lambda: self._stepper.head, lambda: self._parts is parts
         if parts.driver.status.head is None or not await_step(parts.donor, parts.driver, parts.handover, made, running):
             return None
-        return self._stepper.copy_state(known)
+        return self._stepper.copy_state(known, memory)
 
     def _owes_nothing(self, handover: Handover) -> bool:
         """The parameters here were not the swarm's. Are they now? Else fetch its state, and go on from there."""

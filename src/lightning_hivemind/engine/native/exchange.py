@@ -57,8 +57,11 @@ class Exchange:
         #: of inputs that may come before the plan: there is one encoded gradient in all, shared out among the owners
         self._early_bytes = sum(codec.size_bytes(layout.size(chunk)) for chunk, codec in enumerate(codecs))
         self._reduced: dict[int, tuple[memoryview, int]] = {}
-        #: places in ``result`` that connections were given, and are not known to have done with
+        #: places in ``result`` that connections were given, and are not known to have done with; chunks of it that
+        #: one was given, or that are there
         self._lent = 0
+        self._written: set[int] = set()
+        self._ended = False
         #: versions of the results that are here
         self._taken: dict[int, int] = {}
         #: what codecs have left out of this peer's contribution, and of the averages of chunks that it has reduced
@@ -82,6 +85,7 @@ class Exchange:
         # in this order, and read in the other one: what a connection reads for the plan before never lands here
         with self._lock:
             self._plan, self.result, self._lent = plan, result, 0
+            self._written = {chunk for chunk, since in enumerate(plan.since) if since < plan.version}
 
     @property
     def gives(self) -> bool:
@@ -190,10 +194,14 @@ class Exchange:
             return None
         if self._taken.get(chunk) == version:
             return None  # sent again though it was here, and its digest has been counted
-        if isinstance(self._codecs[chunk], Exact) and plan is not None:
-            with self._lock:
-                self._lent += self.result is result
-            return memory_of(result[self._layout.span(chunk)])
+        with self._lock:
+            if self._ended:
+                return None
+            in_place = isinstance(self._codecs[chunk], Exact) and plan is not None and self.result is result
+            if in_place and chunk not in self._written:  # else what comes, damaged perhaps, would be written over it
+                self._written.add(chunk)
+                self._lent += 1
+                return memory_of(result[self._layout.span(chunk)])
         return memory_of(self._memory.bytes(length))
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
@@ -201,6 +209,8 @@ class Exchange:
         with self._lock:
             self._lent -= _is_at(data, self.result[self._layout.span(chunk)])
         if self._plan is None or self._plan.wants(chunk, version, peer):
+            with self._lock:
+                self._written.add(chunk)
             self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
             if self._plan is not None:  # else it is not known yet whose it has to be
                 self._taken[chunk] = version
@@ -210,7 +220,9 @@ class Exchange:
 
         A copy, if it is still being sent (``sending``), or may still be arriving (a chunk can come twice).
         """
-        return self.result.clone() if sending or self._lent else self.result
+        with self._lock:
+            self._ended = True
+            return self.result.clone() if sending or self._lent else self.result
 
     def left_out(self, commit: Commit, *, complete: bool) -> Tensor | None:
         """What is to be added to what this peer gives next, once the round has ended in ``commit``.

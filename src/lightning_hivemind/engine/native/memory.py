@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_hivemind.platform import advise_memory
 
 _POPULATE_WRITE = 23  # linux/mman.h, since 5.14
+_POPULATED_BYTES = 4 << 20
 
 
 class Memory:
@@ -63,5 +64,5 @@ def populate(piece: Tensor) -> None:
     """
     begin = -(-piece.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (piece.data_ptr() + piece.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-    if length > 0:
-        advise_memory(begin, length, _POPULATE_WRITE)
+    for start in range(begin, begin + length, _POPULATED_BYTES):  # whoever maps anything else waits for each of these
+        advise_memory(start, min(_POPULATED_BYTES, begin + length - start), _POPULATE_WRITE)

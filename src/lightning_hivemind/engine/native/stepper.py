@@ -176,17 +176,22 @@ class Stepper:
             if self.low_rank is not None:
                 self.low_rank.begin(head.epoch)
 
-    def copy_state(self, known: Snapshot | None) -> Snapshot | None:
-        """For a peer that joins; from any thread. ``known`` is a copy that may still be right."""
+    def room_for_copy(self, known: Snapshot | None) -> Tensor | None:
+        """Memory for :meth:`copy_state`, made ready without the lock, so that no step waits for it."""
         with self.lock:
-            if known is not None and known.head == self.head and self._copied == (known.key, self._states):
-                return None if self._stepping else known
-            size = state_bytes(self.optimizer, self._shared, self.statistics.own)
-        memory = Memory().bytes(size)
-        populate(memory)  # without the lock: no step waits for it
+            if known is not None and known.head == self.head:
+                return None
+            memory = Memory().bytes(self.state_bytes)
+        populate(memory)
+        return memory
+
+    def copy_state(self, known: Snapshot | None, memory: Tensor | None = None) -> Snapshot | None:
+        """For a peer that joins; from any thread. ``known`` is a copy that may still be right."""
         with self.lock:
             if self._stepping:
                 return None
+            if known is not None and known.head == self.head and self._copied == (known.key, self._states):
+                return known
             copy = copy_state(self.optimizer, self._shared, self.statistics.own, self.trail, memory)
             states = self._states
         found = copy.described()  # which takes as long, and needs no lock
@@ -262,11 +267,13 @@ class Stepper:
             if not trained or not next(reached) or not mine.requires_grad:  # (frozen during the fit)
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
-            part, is_host = part.view_as(parameter), parameter.device.type == "cpu"
-            if parameter.grad is None or parameter.grad.is_sparse or (is_host and not self._in_place):
-                parameter.grad = part.to(parameter.device, parameter.dtype)
+            part, gradient = part.view_as(parameter), parameter.grad
+            if parameter.device.type == "cpu" and not self._in_place and parameter.is_contiguous():
+                parameter.grad = part.to(parameter.dtype)
+            elif gradient is None or gradient.is_sparse:
+                parameter.grad = torch.empty_like(parameter).copy_(part)  # as it lies: fused optimizers do not look
             else:
-                parameter.grad.copy_(part)
+                gradient.copy_(part)
         return start
 
 

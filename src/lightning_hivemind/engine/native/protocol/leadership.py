@@ -33,7 +33,8 @@ class Leadership:
         self._coordinator: Coordinator | None = None
         self._called = 0
         self._failures = 0
-        self._hold_until = 0.0
+        #: calls no round before: it has failed, or others are ahead; and because it stood still
+        self._hold_until = self._suspended_until = 0.0
         self._due_since: float | None = None
 
     # ------------------------------------------------------------------ what one may ask
@@ -53,8 +54,7 @@ class Leadership:
     @property
     def deadline(self) -> float:
         times = [part.deadline for part in (self._gathering, self._coordinator) if part is not None]
-        if self._hold_until:
-            times.append(self._hold_until)
+        times += [until for until in (self._hold_until, self._suspended_until) if until]
         if self._due_since is not None:
             times.append(self._due_since + self._settings.matchmaking_s)
         return min(times, default=float("inf"))
@@ -80,7 +80,7 @@ class Leadership:
         if self._coordinator is not None and not self._coordinator.ended:
             self._coordinator.abort("this peer was suspended")
         self.dismiss("this peer was suspended", now)
-        self._hold_until = max(self._hold_until, now + self._settings.resend_s)
+        self._suspended_until = now + self._settings.resend_s
 
     def on_progress(self, sender: PeerId) -> None:
         """A peer at this head says that it is there: if a round gathers, it is called (again)."""
@@ -128,10 +128,12 @@ class Leadership:
             self._close(self._gathering, now)
         if now >= self._hold_until:
             self._hold_until = 0.0
+        if now >= self._suspended_until:
+            self._suspended_until = 0.0
         head = self._standing.settled
         if head is None or engaged or self.active or not self._roster.enough(head):
             self._due_since = None
-        elif not self._hold_until:
+        elif not self._hold_until and not self._suspended_until:
             self._due(head, now)
 
     def _due(self, head: Head, now: float) -> None:
@@ -200,10 +202,10 @@ class Leadership:
         """A step is decided: the next round may be called at once."""
         self._coordinator = None
         self.dismiss("the others have committed", now)
-        self._failures, self._hold_until = 0, 0.0
+        self._failures, self._hold_until, self._suspended_until = 0, 0.0, 0.0
 
     def elsewhere(self) -> None:
-        """This peer has another state: what it held back for was where it stood."""
+        """This peer stands somewhere else now: what it held back for was where it stood."""
         self._failures, self._hold_until, self._due_since = 0, 0.0, None
 
     def back_off(self, now: float) -> None:

@@ -117,7 +117,7 @@ class Peer:
             self._roster.samples = 0  # the driver says how many it has there
             for peer in self._roster.living():  # its record says so seconds later: meanwhile a worse one would lead
                 self._emit(Send(to=peer, message=self._roster.progress(head)))
-        self._rounds.leadership.elsewhere()
+            self._rounds.leadership.elsewhere()
         self._settle(now)
 
     def give_up(self, head: Head, now: float) -> None:

@@ -50,4 +50,5 @@ def _reserved(size: int) -> Tensor:
 
 
 def _populate_soon(memory: Tensor) -> None:
-    threading.Thread(target=populate, args=(memory,), name="lightning-hivemind-memory", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # as many threads as there may be: then it is mapped as it is written
+        threading.Thread(target=populate, args=(memory,), name="lightning-hivemind-memory", daemon=True).start()

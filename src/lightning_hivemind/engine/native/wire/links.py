@@ -329,22 +329,25 @@ class Links:
             self._sink.lost(outlet.peer, reason)
 
     def _forget(self, outlet: Outlet) -> None:
+        outlet.close()  # first: as long as it sends, it is asked what (see forget)
         with self._lock:
             if self._outlets.get(outlet.peer) is outlet:
                 del self._outlets[outlet.peer]
                 if outlet.reach.way is not Way.DIAL:
                     self._ways[outlet.peer] = outlet.reach.way
-        outlet.close()
 
     # ------------------------------------------------------------------ the end
 
     def drop(self, peer: PeerId) -> None:
         """Close what there is with ``peer``; it may connect again."""
         with self._lock:
-            outlet = self._outlets.pop(peer, None)
+            outlet = self._outlets.get(peer)
             inlets = [one for one in self._inlets if one.peer == peer]
         if outlet is not None:
             outlet.close()
+            with self._lock:
+                if self._outlets.get(peer) is outlet:
+                    del self._outlets[peer]
         for inlet in inlets:
             wake(inlet.sock)
 

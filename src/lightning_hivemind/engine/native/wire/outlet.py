@@ -128,7 +128,9 @@ class Outlet:
                     write(sock, *piece)
                     waits = True  # a message does not wait for one that came later
         except OSError:
-            self._sent(header)  # or lost: connected again, or found to be gone, by the caller
+            pass  # connected again, or found to be gone, by the caller
+        finally:
+            self._sent(header)  # or lost
 
     def _pump_long(self, sock: socket.socket) -> None:
         """Send what is long until the connection breaks."""
@@ -139,6 +141,8 @@ class Outlet:
                 for piece in pieces(header, payload):
                     write(sock, *piece)
         except OSError:
+            pass
+        finally:
             self._sent(header)
 
     def _next(self, sent: Header | None) -> Frame:
