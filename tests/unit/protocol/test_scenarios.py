@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hivemind.engine.native.protocol.actions import CatchUp, GiveUp, Send
+from lightning_hivemind.engine.native.protocol.actions import Called, CatchUp, GiveUp, Send
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
@@ -14,6 +14,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Begin,
     Call,
     Committed,
+    Decline,
     Done,
     Ended,
     Join,
@@ -481,3 +482,36 @@ def test_a_peer_that_lives_and_says_something_no_more_does_not_stop_the_others(w
     others = [name for name in (FIRST, SECOND, THIRD) if name != who]
     assert all(table.applied[name] for name in others), "no step"
     assert table.applied[others[0]][0] == table.applied[others[1]][0]
+
+
+@pytest.mark.parametrize("stood", [True, False])
+def test_who_stood_still_hears_of_the_others_before_it_leads_wherever_it_stands_then(stood: bool) -> None:
+    """Else it would commit alone beside a round that they have under way."""
+    one, root = Peer(SETTINGS, "a", b"life"), Head.root("run", "a")
+    one.adopt(root, (), 0.0)
+    one.saw("b", Place(head=root, samples=0, stamp=1.0), 0.1)
+    if stood:
+        one.suspended(1.0)
+    one.lost("b", 1.01)
+    one.adopt(Head(epoch=3, lineage=b"x" * 16, samples=48), (), 1.02)
+    one.contributed(20, 1.03)
+    assert any(isinstance(action, Called) for action in one.take()) is not stood
+    one.tick(1.0 + SETTINGS.resend_s)
+    assert any(isinstance(action, Called) for action in one.take()) is stood
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_who_let_others_lead_since_they_are_ahead_leads_again_once_it_is_where_they_are(moves: bool) -> None:
+    """Else all wait for it, after a partition say, for as long as matchmaking takes."""
+    one, root = Peer(SETTINGS, FIRST, b"life"), Head.root("run", "a")
+    ahead = Head(epoch=3, lineage=b"x" * 16, samples=480)
+    one.adopt(root, (), 0.0)
+    one.saw(SECOND, Place(head=root, samples=0, stamp=1.0), 0.0)
+    one.contributed(16, 0.0)
+    (called,) = [action for action in one.take() if isinstance(action, Called)]
+    one.receive(SECOND, Decline(round=called.round, head=ahead), 0.1)
+    if moves:
+        one.adopt(ahead, (), 0.2)
+        one.contributed(16, 0.2)
+    one.tick(0.3)
+    assert any(isinstance(action, Called) for action in one.take()) is moves
