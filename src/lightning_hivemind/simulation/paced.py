@@ -116,7 +116,9 @@ class PacedPeer(SimulatedPeer):
                     self.world.clock.at(until, lambda: self._answer(self.world.now))
                 return
             case Apply(commit=commit, mine=mine):
-                self.pace.step(commit.samples - (mine.samples if mine is not None else 0), now)
+                given = mine.samples if mine is not None else 0
+                others = len(commit.contributions) - (mine is not None)
+                self.pace.step(commit.samples - given, now, mine=given, others=others)
                 self._under_way = self._called = None
                 self._idle_since = self._hold_until = now
                 self.world.tally.decided(self, commit)

@@ -17,7 +17,7 @@ def pace(*, batch_s: float, step_s: float, others: int, longest_s: float = LONGE
         one.end_batch(now)
     for number in range(4):
         one.called(now + number * step_s)
-        one.step(others, now + number * step_s)
+        one.step(others, now + number * step_s, mine=TARGET - others, others=1)
     return one, now + 3 * step_s
 
 
@@ -42,6 +42,27 @@ def test_a_batch_longer_than_the_others_steps_is_not_waited_for() -> None:
     one, now = pace(batch_s=5.0, step_s=2.0, others=50)
     one.begin_batch(now)
     assert one.join_at(now + 0.1) == now + 0.1
+
+
+@pytest.mark.parametrize(("mine", "waits"), [(4, False), (20, False), (21, True), (62, True)])
+def test_a_batch_of_who_gives_much_less_than_each_of_the_others_is_not_waited_for(mine: int, waits: bool) -> None:
+    """Though it is hardly longer than their step: all of them would lose a quarter for a thirtieth of the samples."""
+    one, now = Pace(2 * 62 + 4, longest_s=LONGEST_S), 1000.0
+    for _ in range(12):
+        one.begin_batch(now)
+        one.called(now + 0.47)
+        one.end_batch(now := now + 0.58)
+        one.step(2 * 62, now, mine=mine, others=2)
+    one.begin_batch(now)
+    assert (one.join_at(now + 0.47) > now + 0.47) is waits
+
+
+def test_who_has_only_joined_is_waited_for_as_soon_as_it_gives_as_much_as_the_others() -> None:
+    one, now = pace(batch_s=1.0, step_s=1.0, others=50)
+    for mine in (0, 0, 0, 50, 50, 50, 50):
+        one.step(50, now := now + 1.0, mine=mine, others=1)
+    one.begin_batch(now)
+    assert one.join_at(now + 0.9) > now + 0.9
 
 
 def test_the_first_batch_is_waited_for_but_not_long() -> None:
@@ -85,7 +106,7 @@ def test_a_quick_peer_that_becomes_slow_is_soon_not_waited_for() -> None:
         if one.join_at(now) == now:
             break
         one.end_batch(now := now + 19.0)
-        one.step(50, now)
+        one.step(50, now, mine=50, others=1)
         batches += 1
     assert 1 <= batches <= REMEMBERED
 
@@ -94,9 +115,9 @@ def test_one_long_batch_or_one_early_call_changes_nothing() -> None:
     one, now = pace(batch_s=1.0, step_s=1.0, others=50)
     one.begin_batch(now)
     one.end_batch(now := now + 30.0)
-    one.step(50, now)
+    one.step(50, now, mine=50, others=1)
     one.called(now := now + 0.001)
-    one.step(50, now)
+    one.step(50, now, mine=50, others=1)
     one.begin_batch(now)
     assert one.join_at(now) > now
 
@@ -128,7 +149,7 @@ def test_who_once_began_a_batch_too_many_does_not_do_so_for_ever() -> None:
         one.begin_batch(now + 0.79)
         one.called(now + 0.8)
         one.end_batch(now + 0.99)
-        one.step(50, now := now + 1.0)
+        one.step(50, now := now + 1.0, mine=50, others=1)
     assert now + 0.8 <= one.hold_until(50, now + 0.79) <= now + 1.01
 
 
@@ -163,7 +184,7 @@ def test_who_knows_nothing_yet_does_not_hold() -> None:
     assert one.hold_until(50, 3.0) == 3.0
     one.begin_batch(0.0)
     one.end_batch(1.0)
-    one.step(50, 1.0)
+    one.step(50, 1.0, mine=50, others=1)
     assert one.hold_until(50, 3.0) == 3.0
 
 

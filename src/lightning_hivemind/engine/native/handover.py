@@ -127,7 +127,8 @@ class Handover:
         mine = sum(one.samples for one in listed)
         with self.changed:
             began = self._began if self.under_way else now
-            self._pace.step(commit.samples - mine, now)
+            others = len(commit.contributions) - len(listed)
+            self._pace.step(commit.samples - mine, now, mine=mine, others=others)
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
             self._head, self.under_way, self._since = commit.head, False, None
             self._lost += lost

@@ -2,7 +2,8 @@
 
 Peers of like speed keep in step, so that every gradient is of the parameters of its own step: who is about to see the
 target reached does not begin another batch, and who is called in the middle of one is waited for. A peer whose batch
-takes longer than the others' whole step is not: it gives what it has, and what it computes counts for the next.
+takes longer than the others' whole step is not, nor one that gives much less than each of them: it gives what it has,
+and what it computes counts for the next.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ SMOOTHING = 0.3
 REMEMBERED = 5
 #: a batch is waited for if the quickest took at most so many times as long as the others needed for their slowest step
 COMPARABLE = 2.0
+#: and if this peer gives at least so large a part of what each of the others does: else they lose more by waiting
+WORTH = 1 / 3
 #: a batch is waited for until it has taken so many times as long as usual, and at least so many seconds
 OVERTIME, LEAST_S = 3.0, 2.5
 
@@ -35,6 +38,9 @@ class Pace:
         self._calls: deque[float] = deque(maxlen=REMEMBERED)
         self._target_s: float | None = None
         self._others: float | None = None
+        #: samples of this peer in a step, and of each other one
+        self._mine: float | None = None
+        self._each: float | None = None
         self._last_step: float | None = None
         self._first_call: float | None = None
 
@@ -55,8 +61,8 @@ class Pace:
         if self._last_step is not None:
             self._calls.append(now - self._last_step)
 
-    def step(self, others_samples: int, now: float) -> None:
-        """A step was decided, with so many samples of other peers.
+    def step(self, others_samples: int, now: float, *, mine: int, others: int) -> None:
+        """A step was decided, with so many samples of so many ``others``, and with ``mine``.
 
         They are as fast as they were until the target was reached: were the waiting that followed counted, too, then
         who began a batch too many once, and was waited for, would find the others slow and do so in every step.
@@ -65,6 +71,8 @@ class Pace:
             reached = now if self._first_call is None else self._first_call  # from then on everybody waits
             self._target_s = _mean(self._target_s, max(0.0, reached - self._last_step))
             self._others = _mean(self._others, others_samples)
+        if others:
+            self._mine, self._each = _mean(self._mine, mine), _mean(self._each, others_samples / others)
         self._last_step, self._first_call = now, None
 
     # ------------------------------------------------------------------ what follows
@@ -75,6 +83,8 @@ class Pace:
         if began is None:
             return now
         if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):
+            return now
+        if self._mine is not None and self._each is not None and self._mine < WORTH * self._each:
             return now
         due = began + max(LEAST_S, OVERTIME * (batch_s or 0.0))
         return min(max(now, due), now + self._longest_s)
