@@ -19,6 +19,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Ended,
     Join,
     News,
+    Probe,
     Progress,
 )
 from lightning_hivemind.engine.native.protocol.peer import Peer
@@ -515,3 +516,18 @@ def test_who_let_others_lead_since_they_are_ahead_leads_again_once_it_is_where_t
         one.contributed(16, 0.2)
     one.tick(0.3)
     assert any(isinstance(action, Called) for action in one.take()) is moves
+
+
+def test_a_record_of_before_its_death_does_not_bring_a_peer_back_but_one_more_shows_that_it_lives() -> None:
+    """Records are seconds late: the others would wait for it in their next round."""
+    one, root = Peer(SETTINGS, "a", b"life"), Head.root("run", "a")
+    one.adopt(root, (), 0.0)
+    for stamp in (1.0, 2.0, 3.0):
+        one.saw("b", Place(head=root, samples=4, stamp=stamp), stamp)
+        assert one.living == (("b",) if stamp == 1.0 else ())
+        assert one.cut == (("b",) if stamp == 3.0 else ())
+        asked = [action.message for action in one.take() if isinstance(action, Send) and action.to == "b"]
+        assert (Probe(asks=True, cuts=0) in asked) is (stamp > 1.0)
+        one.lost("b", stamp + 0.1)
+    one.receive("b", Probe(asks=False, cuts=0), 3.5)
+    assert (one.living, one.cut) == (("b",), ())

@@ -131,9 +131,9 @@ class Peer:
         self._begin(now)
         before = self._roster.cut
         if self._roster.record(peer, place, now, outdated=self._standing.outdated(place.head)):
-            if peer not in self._roster.cut:
+            if self._roster.reaches(peer):
                 self._standing.same(peer, place.head)
-            elif peer not in before:
+            elif peer in self._roster.cut and peer not in before:
                 self._emit(
                     Note(
                         what="there is no way to it from here, though it lives; rounds go through who reaches both",
@@ -234,7 +234,10 @@ class Peer:
     def receive(self, sender: PeerId, message: Message, now: float) -> None:
         """A message of another peer."""
         self._begin(now)
+        returned = not self._roster.reaches(sender)
         self._roster.alive(sender)
+        if returned and (head := self._roster.head_of(sender)) is not None:
+            self._standing.same(sender, head)  # as its record said while it could not be reached
         self._take_in(sender, message, now)
         self._settle(now)
 

@@ -45,9 +45,13 @@ class Seen:
 
 @dataclass(kw_only=True, slots=True)
 class Cut:
-    """A peer that lives, since it publishes records, and cannot be reached."""
+    """A peer that lives, since it publishes records, and cannot be reached.
+
+    ``doubtful``: it was lost, and one record came since, which may be older than its death: it is asked first.
+    """
 
     recorded_at: float
+    doubtful: bool = False
     probed_at: float = NEVER
 
 
@@ -78,8 +82,10 @@ class Roster:
         returns = self._gone.pop(peer, None) is not None
         self.note(peer, place.head, place.samples, outdated=outdated)
         seen = self._seen[peer]
-        if peer in self._cut or (returns and seen.silent):  # lost again: the first may be a restart, or an old record
-            self._cut.setdefault(peer, Cut(recorded_at=now)).recorded_at = now
+        if returns:
+            self._cut[peer] = Cut(recorded_at=now, doubtful=not seen.silent)
+        elif peer in self._cut:
+            self._cut[peer].recorded_at = now
         seen.silent = seen.silent or returns
         seen.reduces, seen.cuts, seen.stamp = place.reduces, place.cuts, place.stamp
         return True
@@ -103,7 +109,8 @@ class Roster:
         self._told = max(self._told, min(swarm_samples, MOST_SAMPLES))
 
     def lost(self, peer: PeerId) -> None:
-        if peer not in self._cut:
+        if (cut := self._cut.get(peer)) is None or cut.doubtful:
+            self._cut.pop(peer, None)
             self._gone[peer] = self._seen[peer].stamp if peer in self._seen else NEVER
 
     def alive(self, peer: PeerId) -> None:
@@ -153,6 +160,10 @@ class Roster:
         """Whether it is known to stand there."""
         return peer in self._seen and self._seen[peer].head == head
 
+    def head_of(self, peer: PeerId) -> Head | None:
+        """Where it is known to stand."""
+        return self._seen[peer].head if peer in self._seen else None
+
     def reduces(self, peer: PeerId) -> bool:
         """Whether all others can reach it."""
         return self._seen[peer].reduces
@@ -160,7 +171,7 @@ class Roster:
     @property
     def cut(self) -> tuple[PeerId, ...]:
         """Those that live, and cannot be reached from here."""
-        return tuple(sorted(self._cut))
+        return tuple(sorted(peer for peer, one in self._cut.items() if not one.doubtful))
 
     @property
     def out_of_reach(self) -> tuple[PeerId, ...]:
@@ -190,7 +201,7 @@ class Roster:
     def _unfit(self, peer: PeerId) -> tuple[bool, int]:
         """How little this one can lead a round: it cannot be connected to, or it is cut off from so many."""
         if peer == self._me:
-            return not self._reduces, len(self._cut)
+            return not self._reduces, len(self.cut)
         return not self._seen[peer].reduces, self._seen[peer].cuts
 
     def enough(self, head: Head) -> bool:
@@ -202,7 +213,7 @@ class Roster:
         return max(self._counted(head), self._told)
 
     def progress(self, head: Head) -> Progress:
-        return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head), cuts=len(self._cut))
+        return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head), cuts=len(self.cut))
 
     def _counted(self, head: Head) -> int:
         here = (one.samples for peer, one in self._seen.items() if one.head == head and self.reaches(peer))
