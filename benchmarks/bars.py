@@ -30,7 +30,6 @@ BENCHMARKS = {
             "Float16Compression",
             "BFloat16Compression",
             "Uniform8BitQuantization",
-            "BlockwiseQuantization",
             "Blockwise4BitQuantization",
             "TopKCompression",
             "SizeAdaptive",
