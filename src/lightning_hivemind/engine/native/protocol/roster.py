@@ -60,7 +60,7 @@ class Roster:
 
     def __init__(self, settings: Settings, me: PeerId, reduces: bool) -> None:
         self._run, self._target, self._me, self._reduces = settings.run, settings.target_samples, me, reduces
-        self._probe_s, self._lives_s = settings.probe_s, settings.lives_s
+        self._probe_s, self._lives_s, self._resend_s = settings.probe_s, settings.lives_s, settings.resend_s
         self.samples = 0
         self._seen: dict[PeerId, Seen] = {}
         #: lost ones, and the stamp of the last record before that: older ones do not bring them back
@@ -125,7 +125,8 @@ class Roster:
         for peer in [peer for peer, one in self._cut.items() if now - one.recorded_at > self._lives_s]:
             del self._cut[peer]
             self.lost(peer)
-        found = sorted(peer for peer, one in self._cut.items() if now - one.probed_at >= self._probe_s)
+        again_s = {False: self._probe_s, True: self._resend_s}  # a question may be lost
+        found = sorted(peer for peer, one in self._cut.items() if now - one.probed_at >= again_s[one.doubtful])
         for peer in found:
             self._cut[peer].probed_at = now
         return found
