@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.codecs import BlockwiseQuantization, PerTensorCompression
-from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.codecs.integer import Blockwise8Bit
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.moments import Moments
@@ -18,6 +17,7 @@ from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.priming import prime_statistics
 from lightning_hivemind.errors import ArgumentError
+from swarm.training import training_of
 
 ROOT = Head.root("run", "founder")
 ONE = Head(epoch=1, lineage=b"x" * 16, samples=64)
@@ -31,18 +31,7 @@ class Local:
         torch.manual_seed(0)
         self.weight, self.frozen = torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.ones(2), False)
         self.optimizer = torch.optim.Adam([self.weight, self.frozen], lr=0.1)
-        training = PeerTraining(
-            optimizer=self.optimizer,
-            rebuild_optimizer=None,
-            make_scheduler=lambda optimizer: None,
-            advance_schedulers=lambda epoch: None,
-            before_optimizer_step=lambda optimizer: None,
-            extra_tensors=[],
-            buffers=[],
-            schema=[],
-            should_abort=lambda: False,
-        )
-        self.stepper = Stepper(training, ROOT, delayed=False, local=True, moments=moments)
+        self.stepper = Stepper(training_of(self.optimizer), ROOT, delayed=False, local=True, moments=moments)
 
     def batch(self, gradient: list[float]) -> None:
         self.weight.grad = torch.tensor(gradient)

@@ -54,25 +54,25 @@ def test_what_is_there_stays(count: int, start: int) -> None:
 
 def test_a_state_goes_where_memory_was_prepared_also_with_the_optimizers_own() -> None:
     memory = StateMemory()
-    with memory.prepared(SIZE):
-        assert memory._prepared is not None
-        place = memory._prepared.data_ptr()
-        first = memory.take(MOST_RESERVED * SIZE - 5)
-        assert (first.data_ptr(), first.numel()) == (place, MOST_RESERVED * SIZE - 5)
-        assert memory.take(SIZE).data_ptr() != place, "another state is another piece"
+    memory.prepare(SIZE)
+    assert memory._prepared is not None
+    place = memory._prepared.data_ptr()
+    first = memory.take(MOST_RESERVED * SIZE - 5)
+    assert (first.data_ptr(), first.numel()) == (place, MOST_RESERVED * SIZE - 5)
+    assert memory.take(SIZE).data_ptr() != place, "another state is another piece"
 
 
 def test_a_state_that_is_larger_than_thought_has_memory_of_its_own() -> None:
     memory = StateMemory()
-    with memory.prepared(64):
-        assert memory.take(64 * MOST_RESERVED + 1).numel() == 64 * MOST_RESERVED + 1
+    memory.prepare(64)
+    assert memory.take(64 * MOST_RESERVED + 1).numel() == 64 * MOST_RESERVED + 1
     assert memory.take(100).numel() == 100
 
 
 def test_what_was_not_needed_is_given_back() -> None:
     memory = StateMemory()
-    with memory.prepared(SIZE):
-        pass
+    memory.prepare(SIZE)
+    memory.release()
     assert memory._prepared is None
 
 
@@ -86,14 +86,14 @@ def test_where_the_system_promises_no_more_than_it_has_less_is_asked_for(monkeyp
 
     monkeypatch.setattr(Memory, "bytes", strict)
     memory = StateMemory()
-    with memory.prepared(SIZE):
-        assert memory.take(SIZE).numel() == SIZE
+    memory.prepare(SIZE)
+    assert memory.take(SIZE).numel() == SIZE
 
 
 def test_no_thread_is_left() -> None:
     memory = StateMemory()
-    with memory.prepared(SIZE):
-        memory.take(SIZE)
+    memory.prepare(SIZE)
+    memory.take(SIZE)
     wait_for(
         lambda: all(one.name != "lightning-hivemind-memory" for one in threading.enumerate()), "the threads have ended"
     )

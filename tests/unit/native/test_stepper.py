@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.agreement import digest_of
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
@@ -23,6 +22,7 @@ from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.optimizers import rebuilder
 from swarm.town import wait_for
+from swarm.training import training_of
 
 ROOT = Head.root("run", "founder")
 WAYS = ["in place", "offload", "delayed"]
@@ -49,16 +49,12 @@ class Trainee:
         self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
         groups = [{"params": [self.weight, self.frozen], "weight_decay": 0.1}, {"params": [self.bias], "lr": 0.5}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.1)
-        training = PeerTraining(
-            optimizer=self.optimizer,
+        training = training_of(
+            self.optimizer,
             rebuild_optimizer=rebuilder(self.optimizer) if self.way != "in place" else None,
-            make_scheduler=lambda optimizer: None,
             advance_schedulers=self.epochs.append,
             before_optimizer_step=self._hook,
-            extra_tensors=[],
             buffers=self.buffers,
-            schema=[],
-            should_abort=lambda: False,
         )
         self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed", in_place=self.in_place)
 
@@ -151,17 +147,7 @@ def test_a_fused_optimizer_gets_gradients_that_lie_as_its_parameters_do(make: An
     for fused in (True, False):
         parameter = torch.nn.Parameter(start.clone().to(memory_format=torch.channels_last))
         parameter.grad = torch.ones_like(parameter) if before else None
-        training = PeerTraining(
-            optimizer=make([parameter], lr=0.1, fused=fused),
-            rebuild_optimizer=None,
-            make_scheduler=lambda optimizer: None,
-            advance_schedulers=lambda epoch: None,
-            before_optimizer_step=lambda optimizer: None,
-            extra_tensors=[],
-            buffers=[],
-            schema=[],
-            should_abort=lambda: False,
-        )
+        training = training_of(make([parameter], lr=0.1, fused=fused))
         Stepper(training, ROOT, delayed=False).step(torch.cat((average, torch.ones(1))), head(1))
         found.append(parameter.detach().clone())
     assert torch.allclose(*found, atol=1e-6)

@@ -80,8 +80,6 @@ class NativeEngine:
         target, staleness = arguments.target_batch_size, arguments.max_staleness
         self._reports = Reports(events, target_samples=target, max_staleness=staleness)
         self._stop_epoch: int | None = None
-        #: what was got ready for a state
-        self._prepared = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ life
 
@@ -97,7 +95,7 @@ class NativeEngine:
             self._a, self._records.run, self._network, self._gradients, self._memory, self._coding, self._copy_state
         )
         if self._a.initial_peers and not self._a.auxiliary:  # it will take their state
-            self._prepared.enter_context(parts.downloads.memory.prepared(self._stepper.state_bytes))
+            parts.downloads.memory.prepare(self._stepper.state_bytes)
         self._whereabouts = Whereabouts(
             self._network,
             self._records.run,
@@ -129,7 +127,7 @@ class NativeEngine:
             parts.driver.adopt(self._head)
         whereabouts.start()
         self._between_batches(wait=False)  # who follows owes a state
-        self._prepared.close()
+        parts.downloads.memory.release()
         self._reports.peers(self.num_peers)
         self._events.emit(SwarmReady(epoch=self.epoch, num_peers=self.num_peers))
         return StepOutcome(epoch=self.epoch, committed=False)
@@ -142,7 +140,6 @@ class NativeEngine:
         if self._records is None:
             return
         records, self._records = self._records, None
-        self._prepared.close()
         if self._whereabouts is not None:
             self._whereabouts.stop()
         if self._parts is not None:
@@ -276,9 +273,11 @@ class NativeEngine:
             return None
         if self._a.auxiliary:
             return catching_up.pass_on(known)
+        if parts.driver.status.head is None:
+            return None
         memory = self._stepper.room_for_copy(known)
         made, running = lambda: self._stepper.head, lambda: self._parts is parts
-        if parts.driver.status.head is None or not await_step(parts.donor, parts.driver, parts.handover, made, running):
+        if not await_step(parts.donor, parts.driver, parts.handover, made, running):
             return None
         return self._stepper.copy_state(known, memory)
 

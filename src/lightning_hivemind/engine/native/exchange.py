@@ -82,8 +82,7 @@ class Exchange:
         for chunk, since in enumerate(plan.since):
             if since < plan.version:
                 result[self._layout.span(chunk)] = self.result[self._layout.span(chunk)]
-        # in this order, and read in the other one: what a connection reads for the plan before never lands here
-        with self._lock:
+        with self._lock:  # at once: what a connection reads for the plan before never lands here
             self._plan, self.result, self._lent = plan, result, 0
             self._written = {chunk for chunk, since in enumerate(plan.since) if since < plan.version}
 
@@ -189,29 +188,29 @@ class Exchange:
             WireError: there can be no such result.
         """
         self._check(chunk, length)
-        result, plan = self.result, self._plan
-        if plan is not None and not plan.wants(chunk, version, peer):
-            return None
-        if self._taken.get(chunk) == version:
-            return None  # sent again though it was here, and its digest has been counted
         with self._lock:
-            if self._ended:
+            plan = self._plan
+            if self._ended or (plan is not None and not plan.wants(chunk, version, peer)):
                 return None
-            in_place = isinstance(self._codecs[chunk], Exact) and plan is not None and self.result is result
+            if self._taken.get(chunk) == version:
+                return None  # sent again though it was here, and its digest has been counted
+            in_place = isinstance(self._codecs[chunk], Exact) and plan is not None
             if in_place and chunk not in self._written:  # else what comes, damaged perhaps, would be written over it
                 self._written.add(chunk)
                 self._lent += 1
-                return memory_of(result[self._layout.span(chunk)])
+                return memory_of(self.result[self._layout.span(chunk)])
         return memory_of(self._memory.bytes(length))
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
+        place = self.result[self._layout.span(chunk)]
+        wanted = self._plan is None or self._plan.wants(chunk, version, peer)
         with self._lock:
-            self._lent -= _is_at(data, self.result[self._layout.span(chunk)])
-        if self._plan is None or self._plan.wants(chunk, version, peer):
-            with self._lock:
+            self._lent -= _is_at(data, place)
+            if wanted:
                 self._written.add(chunk)
-            self._codecs[chunk].decode(data, self.result[self._layout.span(chunk)])
+        if wanted:
+            self._codecs[chunk].decode(data, place)
             if self._plan is not None:  # else it is not known yet whose it has to be
                 self._taken[chunk] = version
 

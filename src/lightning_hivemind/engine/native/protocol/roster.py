@@ -125,11 +125,14 @@ class Roster:
         for peer in [peer for peer, one in self._cut.items() if now - one.recorded_at > self._lives_s]:
             del self._cut[peer]
             self.lost(peer)
-        again_s = {False: self._probe_s, True: self._resend_s}  # a question may be lost
-        found = sorted(peer for peer, one in self._cut.items() if now - one.probed_at >= again_s[one.doubtful])
+        found = sorted(peer for peer, one in self._cut.items() if now - one.probed_at >= self._again_s(one))
         for peer in found:
             self._cut[peer].probed_at = now
         return found
+
+    def _again_s(self, cut: Cut) -> float:
+        """After how long to ask again: whether a peer lives must be known soon, and a question may be lost."""
+        return self._resend_s if cut.doubtful else self._probe_s
 
     def cuts_of(self, peer: PeerId, cuts: int) -> None:
         """It says to how many it has no connection."""

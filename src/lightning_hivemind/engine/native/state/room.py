@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -22,23 +21,26 @@ class StateMemory:
 
     def __init__(self) -> None:
         self._prepared: Tensor | None = None
+        #: bytes of it that are made ready
+        self._ready = 0
 
-    @contextlib.contextmanager
-    def prepared(self, size: int) -> Iterator[None]:
-        """A state of at least so many bytes will be fetched within it."""
-        self._prepared = _reserved(size)
+    def prepare(self, size: int) -> None:
+        """A state of at least so many bytes will be fetched."""
+        self._prepared, self._ready = _reserved(size), size
         _populate_soon(self._prepared[:size])
-        try:
-            yield
-        finally:
-            self._prepared = None
+
+    def release(self) -> None:
+        """None is fetched any more for which memory was prepared."""
+        self._prepared, self._ready = None, 0
 
     def take(self, size: int) -> Tensor:
         """uint8 CPU (size,), for one state."""
-        prepared, self._prepared = self._prepared, None
-        memory = prepared[:size] if prepared is not None and prepared.numel() >= size else Memory().bytes(size)
-        _populate_soon(memory)
-        return memory
+        prepared, ready = self._prepared, self._ready
+        self.release()
+        if prepared is None or prepared.numel() < size:
+            prepared, ready = Memory().bytes(size), 0
+        _populate_soon(prepared[ready:size])
+        return prepared[:size]
 
 
 def _reserved(size: int) -> Tensor:
@@ -50,5 +52,7 @@ def _reserved(size: int) -> Tensor:
 
 
 def _populate_soon(memory: Tensor) -> None:
+    if not memory.numel():
+        return
     with contextlib.suppress(RuntimeError):  # as many threads as there may be: then it is mapped as it is written
         threading.Thread(target=populate, args=(memory,), name="lightning-hivemind-memory", daemon=True).start()

@@ -144,7 +144,7 @@ def state_bytes(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensor
     """How long a copy is; before an optimizer's first step it has no state of its own."""
     kept = [one for p in _parameters(optimizer) for one in optimizer.state.get(p, {}).values()]
     sources = [*_parameters(optimizer), *(one for one in kept if isinstance(one, Tensor)), *shared, *own]
-    return sum(-(-one.nbytes // ALIGNMENT) * ALIGNMENT for one in sources)
+    return sum(_aligned(one.nbytes) for one in sources)
 
 
 @torch.no_grad()
@@ -285,8 +285,13 @@ def _lay_out(shapes: Sequence[_Shape]) -> tuple[tuple[Part, ...], int]:
     parts, offset = [], 0
     for dtype, shape in shapes:
         parts.append(part := Part(dtype, shape, offset))
-        offset += -(-part.bytes // ALIGNMENT) * ALIGNMENT
+        offset += _aligned(part.bytes)
     return tuple(parts), offset
+
+
+def _aligned(size: int) -> int:
+    """Bytes that a tensor of ``size`` takes up to where the next may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _shared(parts: Sequence[Part], own: int, size: int) -> int:

@@ -85,14 +85,12 @@ class Reader:
             if (now := time.monotonic()) >= frame.told + TOLD_S:
                 frame.told = now
                 self._sink.moved(self._peer, frame.header)
-        verified = self._verifies and frame.header.checksum != 0
-        if verified and frame.room is not None:  # now, while it is in the processor's cache
-            frame.check = checksum(frame.room[begin:end], frame.check)
-        if frame.left:
-            return
-        if self._long is frame:
-            self._long = None
-        if verified and frame.room is not None and frame.check != frame.header.checksum:
-            log.warning("a chunk of peer %s was damaged on the way, and is asked for again", self._peer)
-            frame.room = None
-        self._sink.arrived(self._peer, frame.header, frame.room)
+        if frame.room is not None and self._verifies and frame.header.checksum:
+            frame.check = checksum(frame.room[begin:end], frame.check)  # now, while it is in the processor's cache
+            if not frame.left and frame.check != frame.header.checksum:
+                log.warning("a chunk of peer %s was damaged on the way, and is asked for again", self._peer)
+                frame.room = None
+        if not frame.left:
+            if self._long is frame:
+                self._long = None
+            self._sink.arrived(self._peer, frame.header, frame.room)
