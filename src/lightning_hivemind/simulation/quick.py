@@ -73,9 +73,9 @@ class QuickRoster(Roster):
             self._forget()
         super().alive(peer)
 
-    def moved(self, peers: set[PeerId], parent: Head, head: Head) -> None:
+    def moved(self, peers: set[PeerId], parent: Head, head: Head, now: float) -> None:
         self._sum_head = None
-        super().moved(peers, parent, head)
+        super().moved(peers, parent, head, now)
 
     def news(self, peer: PeerId, place: Place) -> bool:
         """Whether a record of ``peer`` would say anything that is not known here."""

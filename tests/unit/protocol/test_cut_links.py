@@ -14,6 +14,7 @@ from lightning_hivemind.simulation.world import World
 from swarm.table import Table
 
 BATCH_S, SECONDS = 0.1, 30.0
+SETTLES_S = 0.2
 
 
 def trained(names: str, cuts: list[str], seed: int) -> World:
@@ -91,6 +92,27 @@ def test_two_that_each_believe_the_other_cut_off_agree_on_who_leads() -> None:
     table.train(a=16, b=16)
     table.wait(1.0)
     assert [len(table.applied[name]) for name in "ab"] == [1, 1]
+
+
+def test_who_makes_steps_with_others_lives_though_no_record_of_it_was_read() -> None:
+    """That of the first step may have been on its way while it died, and that of the second have been called then."""
+    table = Table(["a", "b", "c"], Settings(run="run", target_samples=16, chunks=2))
+    ends = {"b", "c"}
+    table.hold = lambda sender, receiver, _: {sender, receiver} == ends
+    for name in ends:
+        (other,) = ends - {name}
+        table.peers[name].lost(other, table.now)
+        head = table.peers[name].head
+        assert head is not None
+        table.peers["a"].saw(name, Place(head=head, samples=0, stamp=1.0, cuts=1), table.now)  # so it leads itself
+    found = []
+    for _ in range(4):
+        table.train(a=16)
+        table.wait(SETTLES_S)
+        found.append([table.peers[name].cut for name in sorted(ends)])
+        table.train(a=0)
+    assert [len(commits) for commits in table.applied.values()] == [4, 4, 4]
+    assert found == [[(), ()], [(), ()], [("c",), ("b",)], [("c",), ("b",)]]
 
 
 def test_chunks_are_given_to_those_to_whom_all_members_have_connections() -> None:

@@ -53,7 +53,7 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
                 case "lost" | "alive" | "let_pass":
                     getattr(one, what)(peer)
                 case "moved":
-                    one.moved({peer, "p1", "p2"}, head, other)
+                    one.moved({peer, "p1", "p2"}, head, other, stamp)
                 case "told":
                     one.told(samples)
                 case "cuts_of":
@@ -65,7 +65,7 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
                 case _:
                     one.samples = samples
         assert probed[::2] == probed[1::2]
-        assert quick.living() == plain.living()
+        assert (quick.living(), quick.cut) == (plain.living(), plain.cut)
         asked = chance.choice(HEADS)
         assert quick.candidate(asked) == plain.candidate(asked)
         assert quick.progress(asked) == plain.progress(asked)

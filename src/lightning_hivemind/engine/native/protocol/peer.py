@@ -36,6 +36,8 @@ from lightning_hivemind.engine.native.protocol.rounds import Rounds
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
 
+NO_WAY = "there is no way to it from here, though it lives; rounds go through who reaches both"
+
 
 class Peer:
     """See the module. ``incarnation`` must be new whenever a peer with this id starts."""
@@ -47,6 +49,8 @@ class Peer:
         self._rounds = Rounds(settings, me, incarnation, self._roster, self._standing, self._emit)
         self._reported: Head | None = None
         self._report_at = 0.0
+        #: those out of reach of which the user was told
+        self._noted: tuple[PeerId, ...] = ()
         self._last = float("inf")
         self._out: list[Action] = []
         self._to_self: deque[Message] = deque()
@@ -129,17 +133,9 @@ class Peer:
     def saw(self, peer: PeerId, place: Place, now: float) -> None:
         """A peer's record was read."""
         self._begin(now)
-        before = self._roster.cut
-        if self._roster.record(peer, place, now, outdated=self._standing.outdated(place.head)):
-            if self._roster.reaches(peer):
-                self._standing.same(peer, place.head)
-            elif peer in self._roster.cut and peer not in before:
-                self._emit(
-                    Note(
-                        what="there is no way to it from here, though it lives; rounds go through who reaches both",
-                        peer=peer,
-                    )
-                )
+        taken = self._roster.record(peer, place, now, outdated=self._standing.outdated(place.head))
+        if taken and self._roster.reaches(peer):
+            self._standing.same(peer, place.head)
         self._settle(now)
 
     def lost(self, peer: PeerId, now: float) -> None:
@@ -348,6 +344,9 @@ class Peer:
             self._probe(peer, asks=True)
         if self._reported != self._standing.settled:
             self._report(now)
+        noted, self._noted = self._noted, self._roster.cut
+        for peer in sorted(set(self._noted).difference(noted)):
+            self._emit(Note(what=NO_WAY, peer=peer))
 
     def _emit(self, action: Action) -> None:
         if isinstance(action, Send) and action.to == self.me:

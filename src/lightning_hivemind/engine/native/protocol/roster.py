@@ -9,6 +9,9 @@ from lightning_hivemind.engine.native.protocol.messages import Progress
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
 NEVER = float("-inf")
+#: steps with a peer since it was lost here: the round of the last was called after this peer had told its coordinator
+#: that the one before is done, which was after that loss
+SURELY_LIVES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +47,24 @@ class Seen:
 
 
 @dataclass(kw_only=True, slots=True)
+class Gone:
+    """A peer that was lost.
+
+    ``stamp`` is of the last record before that: older ones do not bring it back. ``steps`` were made with it since.
+    """
+
+    stamp: float
+    steps: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
 class Cut:
-    """A peer that lives, since it publishes records, and cannot be reached.
+    """A peer that lives, since it publishes records or makes steps with others, and cannot be reached.
 
     ``doubtful``: it was lost, and one record came since, which may be older than its death: it is asked first.
     """
 
-    recorded_at: float
+    lived_at: float
     doubtful: bool = False
     probed_at: float = NEVER
 
@@ -63,8 +77,7 @@ class Roster:
         self._probe_s, self._lives_s, self._resend_s = settings.probe_s, settings.lives_s, settings.resend_s
         self.samples = 0
         self._seen: dict[PeerId, Seen] = {}
-        #: lost ones, and the stamp of the last record before that: older ones do not bring them back
-        self._gone: dict[PeerId, float] = {}
+        self._gone: dict[PeerId, Gone] = {}
         self._cut: dict[PeerId, Cut] = {}
         #: candidates that let a round pass at this epoch
         self._idle: set[PeerId] = set()
@@ -76,17 +89,17 @@ class Roster:
     def record(self, peer: PeerId, place: Place, now: float, *, outdated: bool) -> bool:
         """Take a record in; False if it is older than what is known. ``outdated``: see :meth:`note`."""
         known = self._seen.get(peer)
-        last = max(self._gone.get(peer, NEVER), known.stamp if known is not None else NEVER)
+        gone = self._gone.get(peer)
+        last = max(gone.stamp if gone is not None else NEVER, known.stamp if known is not None else NEVER)
         if peer == self._me or place.stamp <= last:
             return False
-        returns = self._gone.pop(peer, None) is not None
         self.note(peer, place.head, place.samples, outdated=outdated)
         seen = self._seen[peer]
-        if returns:
-            self._cut[peer] = Cut(recorded_at=now, doubtful=not seen.silent)
+        if gone is not None:
+            self._cut_off(peer, now, doubtful=not seen.silent)
         elif peer in self._cut:
-            self._cut[peer].recorded_at = now
-        seen.silent = seen.silent or returns
+            self._cut_off(peer, now, doubtful=False)
+        seen.silent = seen.silent or gone is not None
         seen.reduces, seen.cuts, seen.stamp = place.reduces, place.cuts, place.stamp
         return True
 
@@ -111,7 +124,7 @@ class Roster:
     def lost(self, peer: PeerId) -> None:
         if (cut := self._cut.get(peer)) is None or cut.doubtful:
             self._cut.pop(peer, None)
-            self._gone[peer] = self._seen[peer].stamp if peer in self._seen else NEVER
+            self._gone.setdefault(peer, Gone(stamp=self._seen[peer].stamp if peer in self._seen else NEVER))
 
     def alive(self, peer: PeerId) -> None:
         """It has just said something."""
@@ -122,7 +135,7 @@ class Roster:
 
     def to_probe(self, now: float) -> list[PeerId]:
         """Whom to try to reach now, of those that live and cannot be reached. Who publishes no more has died since."""
-        for peer in [peer for peer, one in self._cut.items() if now - one.recorded_at > self._lives_s]:
+        for peer in [peer for peer, one in self._cut.items() if now - one.lived_at > self._lives_s]:
             del self._cut[peer]
             self.lost(peer)
         found = sorted(peer for peer, one in self._cut.items() if now - one.probed_at >= self._again_s(one))
@@ -139,7 +152,7 @@ class Roster:
         if peer in self._seen:
             self._seen[peer].cuts = cuts
 
-    def moved(self, peers: set[PeerId], parent: Head, head: Head) -> None:
+    def moved(self, peers: set[PeerId], parent: Head, head: Head, now: float) -> None:
         """A commit leads from ``parent`` to ``head``, and these were in its round: they stood at ``parent``.
 
         (Their last records may say where they stood seconds ago.) Whose turn it is begins anew.
@@ -147,7 +160,17 @@ class Roster:
         for peer in peers & set(self._seen):
             if self._seen[peer].head.epoch <= parent.epoch:
                 self._seen[peer].head, self._seen[peer].samples = head, 0
+        for peer in peers & set(self._gone):
+            self._gone[peer].steps += 1
+            if self._gone[peer].steps >= SURELY_LIVES:
+                self._cut_off(peer, now, doubtful=False)
         self.begin_anew()
+
+    def _cut_off(self, peer: PeerId, now: float, *, doubtful: bool) -> None:
+        """It lives, or does so perhaps, and cannot be reached from here."""
+        self._gone.pop(peer, None)
+        cut = self._cut.setdefault(peer, Cut(lived_at=now))
+        cut.lived_at, cut.doubtful = now, doubtful
 
     def begin_anew(self) -> None:
         """Forget what held only for the round that has just ended."""

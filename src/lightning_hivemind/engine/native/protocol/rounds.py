@@ -271,7 +271,8 @@ class Rounds:
         self.leadership.committed(now)
         self._standing.advance(commit)
         members = set(member.plan.members) if member is not None else set()
-        self._roster.moved(members | {one.peer for one in commit.contributions}, commit.parent, commit.head)
+        members |= {one.peer for one in commit.contributions}
+        self._roster.moved(members, commit.parent, commit.head, now)
         if mine is not None:
             self._roster.samples = max(0, self._roster.samples - mine.samples)
         self._remember(commit.round, promised=False)
