@@ -18,6 +18,8 @@ KINDS = ("crash", "freeze", "cut", "split")
 class Schedule:
     """A world, and what will happen to it until ``trouble_s``; then everything is mended and calm for ``calm_s``.
 
+    (And for three steps more, which take slow peers with a large target half a minute.)
+
     Attributes:
         kinds: of faults that may happen; ``lossy``: whether messages may be lost.
         names: of the peers; by default two to six.
@@ -60,7 +62,9 @@ class Schedule:
         """All of it; returns the world after the calm."""
         self.world.clock.run(self.trouble_s)
         self.mend()
-        self.world.clock.run(self.trouble_s + self.calm_s)
+        rate = sum(peer.habits.batch_samples / peer.habits.batch_s for peer in self.world.living())
+        steps_s = 3 * self.world.settings.target_samples / rate
+        self.world.clock.run(self.trouble_s + self.calm_s + steps_s)
         return self.world
 
     def mend(self) -> None:

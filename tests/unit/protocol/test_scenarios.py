@@ -423,6 +423,24 @@ def test_who_has_started_again_in_a_round_says_so_when_it_hears_of_it() -> None:
     assert [len(table.applied[name]) for name in (FIRST, SECOND)] == [1, 1]
 
 
+def test_a_coordinator_that_has_started_again_so_quickly_that_nobody_noticed_is_asked_and_the_round_is_over() -> None:
+    """(Simulated with seed 2053: it had been the only owner, so nobody had anything to tell it, for 20 seconds.)"""
+    table = three()
+    table.hold = lambda sender, receiver, what: isinstance(what, Data) and sender == FIRST
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    head = table.peers[FIRST].head
+    assert head is not None
+    table.peers[FIRST] = Peer(SETTINGS, FIRST, b"another life")
+    table.peers[FIRST].adopt(head, (), table.now)
+    table.hold = lambda _, __, what: isinstance(what, Progress)  # else it would call, and hear that they wait for it
+    table.wait(6 * SETTINGS.resend_s)
+    assert "the round is over" in [action.reason for _, action in table.done if isinstance(action, GiveUp)]
+    table.hold = lambda *_: False
+    table.wait(2 * SETTINGS.resend_s)
+    assert [len(table.applied[name]) for name in (FIRST, SECOND, THIRD)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("wrong", ["owners", "since", "sender", "usurper", "stranger"])
 def test_a_plan_that_cannot_be_one_changes_nothing(wrong: str) -> None:
     """Fewer owners than chunks, or from somebody else than the coordinator; also as a newer version."""

@@ -257,7 +257,7 @@ class Peer:
             case Begin():
                 rounds.on_begin(sender, message, now)
             case Current():
-                rounds.on_current(sender, message)
+                rounds.on_current(sender, message, now)
             case Missing():
                 if (member := rounds.member(message.round)) is not None:
                     member.asked_again(message, sender, now)

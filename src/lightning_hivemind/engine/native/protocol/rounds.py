@@ -45,13 +45,14 @@ REMEMBERED = 64
 class Joined:
     """The round that this peer goes to.
 
-    ``askers`` have lost its coordinator and want to hear how it ends. ``early`` inputs and results have overtaken the
-    plan, ``next_call`` the commit.
+    ``heard_at``: when the coordinator spoke of it last. ``askers`` have lost it and want to hear how the round ends.
+    ``early`` inputs and results have overtaken the plan, ``next_call`` the commit.
     """
 
     round: RoundId
     coordinator: PeerId
     since: float
+    heard_at: float
     resend_at: float
     offer: Offer | None = None
     askers: set[PeerId] = field(default_factory=set)
@@ -148,8 +149,18 @@ class Rounds:
             self._coordinator_lost(now)
         elif now >= joined.resend_at:
             joined.resend_at = now + self._settings.resend_s
-            if joined.offer is not None and self._member is None:
+            if joined.offer is not None and self._asks(joined, now):
+                joined.heard_at = now
                 self._send(joined.coordinator, Join(round=joined.round, offer=joined.offer))
+
+    def _asks(self, joined: Joined, now: float) -> bool:
+        """Whether to tell the coordinator again that this peer is there: it answers with the plan, or how it ended.
+
+        In a round, it has said that it goes on, twice by now. If not, it may have started again and know of no round.
+        """
+        if self._member is None:
+            return True
+        return self._member.digest is None and now >= joined.heard_at + 4 * self._settings.resend_s
 
     # ------------------------------------------------------------------ coming together
 
@@ -175,7 +186,7 @@ class Rounds:
         else:
             self.leave("a better coordinator calls", now, better=sender)
             resend_at = now + self._settings.resend_s
-            self._joined = Joined(round=message.round, coordinator=sender, since=now, resend_at=resend_at)
+            self._joined = Joined(round=message.round, coordinator=sender, since=now, heard_at=now, resend_at=resend_at)
             self._emit(Called(round=message.round, coordinator=sender))
 
     # ------------------------------------------------------------------ in a round
@@ -185,7 +196,8 @@ class Rounds:
         if not plan.fits(self._settings.chunks, sender):
             return
         if member is not None:
-            if sender == member.plan.coordinator:
+            if joined is not None and sender == joined.coordinator:
+                joined.heard_at = now
                 member.replan(plan, now)
         elif (
             joined is None
@@ -195,20 +207,22 @@ class Rounds:
             if self._standing.history.of_round(plan.round) is None:
                 self._send(sender, Decline(round=plan.round))
         elif plan.parent == self._standing.head:
-            joined.since = now
+            joined.since = joined.heard_at = now
             self._member = Member(self._settings, self._me, plan, self._emit, now)
             for chunk, peer in sorted(joined.early):
                 self._member.input_arrived(chunk, peer)
             for chunk, result in joined.early_results.items():
                 self._member.result_arrived(chunk, *result)
 
-    def on_current(self, sender: PeerId, message: Current) -> None:
+    def on_current(self, sender: PeerId, message: Current, now: float) -> None:
         joined, member = self._joined, self.member(message.round)
         if joined is None or joined.round != message.round or joined.offer is None:
             if self._standing.history.of_round(message.round) is None:
                 self._send(sender, Decline(round=message.round))
-        elif member is not None and member.plan.version < message.version:
-            self._send(sender, Join(round=joined.round, offer=joined.offer))  # it answers with the plan
+        elif sender == joined.coordinator:
+            joined.heard_at = now
+            if member is not None and member.plan.version < message.version:
+                self._send(sender, Join(round=joined.round, offer=joined.offer))  # it answers with the plan
 
     def on_committed(self, sender: PeerId, commit: Commit, now: float) -> None:
         if not can_be_summed(commit.contributions):
