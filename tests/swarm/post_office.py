@@ -15,7 +15,8 @@ from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
-from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, copy_state, read_description
+from lightning_hivemind.engine.native.state.room import StateMemory
+from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot, read_description, take_state
 from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import WireError
@@ -33,7 +34,7 @@ def optimizer(seed: int, elements: int = STATE_BYTES // 4) -> torch.optim.Optimi
 
 
 def snapshot(seed: int, samples: int = 100, elements: int = STATE_BYTES // 4) -> Snapshot:
-    return copy_state(
+    return take_state(
         optimizer(seed, elements), [], [], Trail(Head(epoch=1, lineage=b"x" * 16, samples=samples))
     ).described()
 
@@ -49,7 +50,7 @@ class Office:
     """
 
     def __init__(self) -> None:
-        self.downloads = Downloads(self._ask, SILENCE_S)
+        self.downloads = Downloads(self._ask, SILENCE_S, StateMemory())
         self.asked: list[tuple[str, Question]] = []
         self.refused: list[str] = []
         self.passed_by = 0
@@ -140,7 +141,7 @@ def honest(name: str, source: Snapshot, *, instead: Callable[[int], bytes | None
         if isinstance(question, WantsDescription):
             office.answer(name, download, 0, source.description)
             return
-        data = bytes(source.memory.numpy())[source.spans[question.number]]
+        data = bytes(source.content.copy().numpy())[source.spans[question.number]]
         other = instead(question.number)
         if other != b"":
             office.answer(name, download, 1 + question.number, data if other is None else other)

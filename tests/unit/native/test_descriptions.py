@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.snapshot import Description, copy_state, install, read_description
+from lightning_hivemind.engine.native.state.snapshot import Description, install, read_description, take_state
 from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.errors import StateError
 
@@ -38,7 +38,7 @@ def plain() -> list[Any]:
     """A good description, taken apart: head, digests, parts, state, groups."""
     head = Head(epoch=3, lineage=b"x" * 16, samples=300)
     found = msgpack.unpackb(
-        copy_state(adamw(1, steps=1), [torch.zeros(3)], [torch.tensor(7)], Trail(head)).described().description
+        take_state(adamw(1, steps=1), [torch.zeros(3)], [torch.tensor(7)], Trail(head)).described().description
     )
     assert isinstance(found, list)
     return found

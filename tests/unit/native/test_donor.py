@@ -22,7 +22,8 @@ from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import Done, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES
-from lightning_hivemind.engine.native.state.snapshot import Snapshot, copy_state, install, read_description
+from lightning_hivemind.engine.native.state.room import StateMemory
+from lightning_hivemind.engine.native.state.snapshot import Snapshot, install, read_description, take_state
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -38,7 +39,7 @@ def optimizer(seed: int, elements: int = 100) -> torch.optim.Optimizer:
 
 
 def snapshot(seed: int) -> Snapshot:
-    return copy_state(optimizer(seed), [], [], Trail(Head(epoch=seed, lineage=b"x" * 16, samples=100))).described()
+    return take_state(optimizer(seed), [], [], Trail(Head(epoch=seed, lineage=b"x" * 16, samples=100))).described()
 
 
 class Giver:
@@ -99,7 +100,64 @@ def test_a_description_then_its_bytes(give: Give) -> None:
     giver.donor.asked("joiner", FIRST, WantsDescription())
     assert giver.answers(1) == [("joiner", FIRST, 0, state.description)]
     giver.donor.asked("joiner", FIRST, WantsRange(state.digest, 0))
-    assert giver.answers(2)[1] == ("joiner", FIRST, 1, bytes(state.memory.numpy()))
+    assert giver.answers(2)[1] == ("joiner", FIRST, 1, bytes(state.content.copy().numpy()))
+
+
+def copies_of(state: Snapshot, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows with each that is made."""
+    made: list[object] = []
+    make = state.content._make_copy
+    monkeypatch.setattr(state.content, "_make_copy", lambda: made.append(None) or make())
+    return made
+
+
+def test_what_is_fetched_is_copied_when_a_step_is_due(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, due = snapshot(1), threading.Event()
+    copies, giver = copies_of(state, monkeypatch), give(state)
+    giver.donor._changes = due.is_set
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(1)
+    assert state.content.is_at_risk
+    due.set()
+    wait_for(lambda: not state.content.is_at_risk, "a copy")
+    state.content.change()
+    giver.donor.asked("joiner", FIRST, WantsRange(state.key, 0))
+    assert giver.answers(2)[1] == ("joiner", FIRST, 1, bytes(state.content.copy().numpy()))
+    assert copies
+
+
+def test_what_nobody_fetches_any_more_is_not_copied(give: Give, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = snapshot(1)
+    copies, looks, giver = copies_of(state, monkeypatch), list[None](), give(state)
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(1)
+    giver.donor.asked("joiner", FIRST, Done())
+    giver.donor._changes = lambda: looks.append(None) is None
+    giver.donor.asked("another", SECOND, WantsRange(state.key, 9))  # which there is not: but the copy is wanted
+    wait_for(lambda: bool(copies), "a copy for who has come back")
+    assert looks
+    made = len(copies)
+    other = snapshot(2)
+    more = copies_of(other, monkeypatch)
+    giver.states[:] = [other]
+    giver.donor._changes = lambda: False
+    giver.donor.asked("another", SECOND, WantsDescription())
+    giver.answers(3)
+    giver.donor.asked("another", SECOND, Done())
+    other.content.change()
+    assert other.content.gone
+    assert (len(copies), more) == (made, [])
+
+
+def test_who_asks_for_what_is_gone_has_to_begin_anew(give: Give) -> None:
+    state = snapshot(1)
+    giver = give(state)
+    giver.donor.asked("joiner", FIRST, WantsDescription())
+    giver.answers(1)
+    giver.donor.asked("joiner", FIRST, Done())
+    state.content.change()
+    giver.donor.asked("another", SECOND, WantsRange(state.key, 0))
+    assert giver.answers(2)[1] == ("another", SECOND, 0, b"")
 
 
 @pytest.mark.parametrize("number", [1, 2**64 - 1])
@@ -174,7 +232,7 @@ def test_who_joins_next_does_not_end_the_download_of_another(give: Give) -> None
     giver.donor.asked("next", SECOND, WantsDescription())
     giver.answers(2)
     giver.donor.asked("joiner", FIRST, WantsRange(snapshot(1).digest, 0))
-    assert giver.answers(3)[2] == ("joiner", FIRST, 1, bytes(snapshot(1).memory.numpy()))
+    assert giver.answers(3)[2] == ("joiner", FIRST, 1, bytes(snapshot(1).content.copy().numpy()))
 
 
 def test_while_all_copies_are_read_who_asks_next_waits_and_then_the_one_that_nobody_reads_makes_room(
@@ -193,7 +251,7 @@ def test_while_all_copies_are_read_who_asks_next_waits_and_then_the_one_that_nob
     giver.donor.asked("third", SECOND, WantsDescription())
     assert giver.answers(4)[3] == ("third", SECOND, 0, snapshot(3).description)
     giver.donor.asked("first", FIRST, WantsRange(snapshot(1).digest, 0))
-    assert giver.answers(5)[4] == ("first", FIRST, 1, bytes(snapshot(1).memory.numpy()))
+    assert giver.answers(5)[4] == ("first", FIRST, 1, bytes(snapshot(1).content.copy().numpy()))
 
 
 def test_a_range_that_is_asked_for_while_a_third_copy_is_made_ends_nothing(
@@ -265,7 +323,7 @@ def test_who_has_done_makes_room_at_once(give: Give, monkeypatch: pytest.MonkeyP
     giver.donor.asked("first" if how == "asks anew" else "third", SECOND, WantsDescription())
     assert giver.answers(3)[2][1:] == (SECOND, 0, snapshot(3).description)
     giver.donor.asked("second", FIRST, WantsRange(snapshot(2).digest, 0))
-    assert giver.answers(4)[3] == ("second", FIRST, 1, bytes(snapshot(2).memory.numpy()))
+    assert giver.answers(4)[3] == ("second", FIRST, 1, bytes(snapshot(2).content.copy().numpy()))
 
 
 @pytest.mark.parametrize("how", ["done", "asks anew", "gone"])
@@ -297,7 +355,7 @@ class Inhabitant:
         settings = Settings(run="run", target_samples=64, chunks=1)
         self.driver = Driver(Peer(settings, name, b"life"), handover, Layout(1), [Exact()])
         links = town.add(name, self.driver)
-        self.donor, self.downloads = Donor(links.send, lambda known: state), Downloads(links.send, 10.0)
+        self.donor, self.downloads = Donor(links.send, lambda known: state), Downloads(links.send, 10.0, StateMemory())
         self.driver.start(links, self.donor, self.downloads)
 
     def close(self) -> None:
@@ -310,7 +368,7 @@ class Inhabitant:
 def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) -> None:
     before, town = set(threading.enumerate()), Town(secure=secure)
     elements = 5 * RANGE_BYTES // 4 + 17
-    state = copy_state(optimizer(1, elements), [], [], Trail(Head(epoch=1, lineage=b"x" * 16, samples=100))).described()
+    state = take_state(optimizer(1, elements), [], [], Trail(Head(epoch=1, lineage=b"x" * 16, samples=100))).described()
     joiner = optimizer(2, elements)
     donors = [Inhabitant(name, town, state) for name in ("a", "b")]
     new = Inhabitant("joiner", town, None)
@@ -324,7 +382,7 @@ def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) 
         found = new.downloads.fetch(["a", "b"], read, 20.0, lambda: False, enough=lambda head: True)  # type: ignore[arg-type]
         assert found is not None
         description, memory = found
-        assert torch.equal(memory, state.memory)
+        assert torch.equal(memory, state.content.copy())
         install(description, memory, joiner, [], [])
         assert torch.equal(joiner.param_groups[0]["params"][0], optimizer(1, elements).param_groups[0]["params"][0])
     finally:

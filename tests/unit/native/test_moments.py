@@ -177,9 +177,9 @@ def test_a_joiner_has_the_swarms_moments() -> None:
     donor.stepper.step(donor.stepper.statistics.changes(0), ONE, donor.stepper.statistics.changes(0))
     common = donor.state("exp_avg_sq")
     donor.batch([5.0, 5.0, 5.0])
-    snapshot = donor.stepper.copy_state(None)
+    snapshot = donor.stepper.snapshot(None)
     assert snapshot is not None
-    joiner.stepper.adopt(joiner.stepper.read(memoryview(snapshot.description)), snapshot.memory)
+    joiner.stepper.adopt(joiner.stepper.read(memoryview(snapshot.description)), snapshot.content.copy())
     assert joiner.state("exp_avg_sq") == common != donor.state("exp_avg_sq")
     joiner.batch([0.0, 0.0, 0.0])
     assert joiner.state("exp_avg_sq") != common

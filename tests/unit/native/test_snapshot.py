@@ -12,8 +12,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.ranges import digests
-from lightning_hivemind.engine.native.state.snapshot import Description, copy_state, install, read_description
+from lightning_hivemind.engine.native.state.ranges import digest_of
+from lightning_hivemind.engine.native.state.snapshot import Description, install, read_description, take_state
 from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.errors import StateError
 
@@ -57,10 +57,14 @@ def train(optimizer: Optimizer, steps: int, seed: int = 0) -> None:
         optimizer.step()
 
 
+def digests(memory: Tensor, description: Description) -> tuple[bytes, ...]:
+    return tuple(digest_of(bytes(memory[place].numpy())) for place in description.spans)
+
+
 def transfer(donor: Optimizer, joiner: Optimizer, mine: list[Tensor], theirs: list[Tensor]) -> Description:
-    snapshot = copy_state(donor, mine, [], Trail(HEAD)).described()
-    description, memory = read_description(snapshot.description, joiner, theirs, []), snapshot.memory.clone()
-    assert digests(memory, description.spans) == description.ranges
+    snapshot = take_state(donor, mine, [], Trail(HEAD)).described()
+    description, memory = read_description(snapshot.description, joiner, theirs, []), snapshot.content.copy().clone()
+    assert digests(memory, description) == description.ranges
     install(description, memory, joiner, theirs, [])
     memory.fill_(255)  # it is not used any more
     return description
@@ -170,16 +174,16 @@ def test_settings_that_go_with_a_device_stay_the_takers() -> None:
 def test_a_snapshot_does_not_change_when_training_goes_on() -> None:
     donor, tensor = adamw(parameters(1)), torch.zeros(3)
     train(donor, 1)
-    snapshot = copy_state(donor, [tensor], [], Trail(HEAD)).described()
-    before = snapshot.memory.clone()
+    snapshot = take_state(donor, [tensor], [], Trail(HEAD)).described()
+    before = snapshot.content.copy().clone()
     train(donor, 2)
     tensor.add_(1)
-    assert torch.equal(snapshot.memory, before)
-    assert snapshot.memory.dtype == torch.uint8
+    assert torch.equal(snapshot.content.copy(), before)
+    assert snapshot.content.copy().dtype == torch.uint8
 
 
 def digest(optimizer: torch.optim.Optimizer) -> bytes:
-    return copy_state(optimizer, [], [], Trail(HEAD)).described().digest
+    return take_state(optimizer, [], [], Trail(HEAD)).described().digest
 
 
 def test_equal_states_are_equal_bytes() -> None:
@@ -200,19 +204,19 @@ def test_what_lies_between_tensors_is_equal_too(monkeypatch: pytest.MonkeyPatch)
 def test_a_description_says_whose_it_is_and_how_much() -> None:
     donor = adamw(parameters(1))
     train(donor, 1)
-    snapshot = copy_state(donor, [], [], Trail(HEAD)).described()
+    snapshot = take_state(donor, [], [], Trail(HEAD)).described()
     description = read_description(memoryview(snapshot.description), donor, [], [])
     assert description.head == snapshot.head == HEAD
-    assert description.size == snapshot.memory.numel()
+    assert description.size == snapshot.content.copy().numel()
     assert description.digest == snapshot.digest
 
 
 def test_one_wrong_bit_is_found() -> None:
     donor = adamw(parameters(1))
-    snapshot = copy_state(donor, [], [], Trail(HEAD)).described()
-    description, memory = read_description(snapshot.description, donor, [], []), snapshot.memory.clone()
+    snapshot = take_state(donor, [], [], Trail(HEAD)).described()
+    description, memory = read_description(snapshot.description, donor, [], []), snapshot.content.copy().clone()
     memory[17] ^= 4
-    assert digests(memory, description.spans) != description.ranges
+    assert digests(memory, description) != description.ranges
 
 
 # ---------------------------------------------------------------------- what cannot be handed over
@@ -235,7 +239,7 @@ def test_an_optimizer_that_keeps_other_things_is_refused_by_name(what: object) -
     donor.what = what
     train(donor, 1)
     with pytest.raises(StateError, match="Remembers keeps what"):
-        copy_state(donor, [], [], Trail(HEAD)).described()
+        take_state(donor, [], [], Trail(HEAD)).described()
 
 
 @pytest.mark.parametrize(
@@ -247,12 +251,12 @@ def test_a_setting_that_is_no_plain_value_is_refused(setting: object) -> None:
     donor = SGD(parameters(1), lr=0.1)
     donor.param_groups[0]["setting"] = setting
     with pytest.raises(StateError):
-        copy_state(donor, [], [], Trail(HEAD)).described()
+        take_state(donor, [], [], Trail(HEAD)).described()
 
 
 def test_a_dtype_that_nobody_else_may_have_is_refused() -> None:
     with pytest.raises(StateError, match="complex32"):
-        copy_state(SGD(parameters(1), lr=0.1), [torch.zeros(2, dtype=torch.complex32)], [], Trail(HEAD)).described()
+        take_state(SGD(parameters(1), lr=0.1), [torch.zeros(2, dtype=torch.complex32)], [], Trail(HEAD)).described()
 
 
 # ---------------------------------------------------------------------- what does not fit
@@ -281,5 +285,5 @@ def test_a_state_of_another_training_is_refused_and_nothing_changes(
     train(donor, steps)
     before = contents(joiner)
     with pytest.raises(StateError, match=message):
-        read_description(copy_state(donor, [], [], Trail(HEAD)).described().description, joiner, tensors, [])
+        read_description(take_state(donor, [], [], Trail(HEAD)).described().description, joiner, tensors, [])
     assert contents(joiner) == before

@@ -20,8 +20,8 @@ from lightning_hivemind.engine.native.state.snapshot import (
     MAX_DESCRIPTION_BYTES,
     Description,
     Snapshot,
-    copy_state,
     read_description,
+    take_state,
 )
 from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -64,7 +64,7 @@ def test_a_state_arrives_whole_and_is_the_donors(office: Office) -> None:
     found = office.fetch()
     assert found is not None
     description, memory = found
-    assert torch.equal(memory, source.memory)
+    assert torch.equal(memory, source.content.copy())
     assert (description.head, description.size) == (source.head, STATE_BYTES)
     assert office.ranges_of() == {"a": RANGES}
 
@@ -79,7 +79,7 @@ def test_a_state_that_is_here_is_not_sent_again(office: Office) -> None:
     another = replace(source.head, epoch=source.head.epoch + 1)  # after a step that changed no parameter
     found = office.fetch(known=(another, source.digest))
     assert found is not None
-    assert torch.equal(found[1], source.memory)
+    assert torch.equal(found[1], source.content.copy())
 
 
 def test_where_one_is_quick_enough_nobody_else_is_asked(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,17 +90,48 @@ def test_where_one_is_quick_enough_nobody_else_is_asked(office: Office, monkeypa
     assert {name for name, _ in office.asked} == {"a"}
 
 
+def test_where_one_will_soon_have_sent_everything_nobody_else_is_asked(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To describe its state costs a peer time, on the processors of which it computes."""
+    monkeypatch.setattr(download, "STAGGER_S", 0.5)
+    monkeypatch.setattr(download, "WORTH_S", 60.0)
+    for name in "abc":
+        office.add_rogue(name, honest(name, snapshot(1), instead=lambda _: time.sleep(0.05)))
+    assert office.fetch("a", "b", "c") is not None
+    assert set(office.ranges_of()) == {"a"}
+
+
+def test_where_one_that_was_quick_is_slow_now_another_is_asked(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "STAGGER_S", 0.5)
+    office.downloads._silence_s = 60.0
+    stuck = threading.Event()
+
+    def is_slow(number: int) -> None:
+        if number < RANGES // 2:  # they are asked for from the end
+            stuck.wait(60)
+
+    office.add_rogue("a", honest("a", snapshot(1), instead=is_slow))
+    office.add("b", snapshot(1))
+    thread = threading.Thread(target=lambda: office.fetch("a", "b", timeout_s=30.0))
+    thread.start()
+    wait_for(lambda: office.ranges_of()["b"] > 0, "another is asked")
+    stuck.set()
+    thread.join()
+
+
 def slowly(number: int) -> None:
     time.sleep(0.03)
 
 
 def test_donors_that_have_the_same_bytes_share_the_work(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "STAGGER_S", 0.0)
+    monkeypatch.setattr(download, "WORTH_S", 0.0)
     for name in "abc":
         office.add_rogue(name, honest(name, snapshot(1), instead=slowly))
     found = office.fetch()
     assert found is not None
-    assert torch.equal(found[1], snapshot(1).memory)
+    assert torch.equal(found[1], snapshot(1).content.copy())
     shares = office.ranges_of()
     assert sum(shares.values()) == RANGES, "a range was asked for twice"
     assert all(shares[name] >= WINDOW for name in "abc")
@@ -112,7 +143,7 @@ def test_one_after_the_other(office: Office) -> None:
     for seed in (1, 2):
         found = office.fetch()
         assert found is not None
-        assert torch.equal(found[1], snapshot(seed).memory)
+        assert torch.equal(found[1], snapshot(seed).content.copy())
 
 
 def test_a_state_that_is_not_enough_is_not_taken_where_another_is(
@@ -124,7 +155,7 @@ def test_a_state_that_is_not_enough_is_not_taken_where_another_is(
     office.add("c", snapshot(2, samples=101))
     found = office.fetch(enough=lambda head: head.samples > 100)
     assert found is not None
-    assert torch.equal(found[1], snapshot(2).memory)
+    assert torch.equal(found[1], snapshot(2).content.copy())
     assert set(office.ranges_of()) == {"c"}
 
 
@@ -134,7 +165,7 @@ def test_where_none_is_enough_the_one_of_most_samples_is_taken(office: Office, m
         office.add(name, snapshot(samples, samples=samples))
     found = office.fetch(enough=lambda head: head.samples > 200)
     assert found is not None
-    assert torch.equal(found[1], snapshot(102).memory)
+    assert torch.equal(found[1], snapshot(102).content.copy())
     assert set(office.ranges_of()) == {"b"}
 
 
@@ -155,7 +186,7 @@ def test_a_state_from_which_the_swarm_has_gone_on_is_not_fetched_to_the_end(offi
     office.add_rogue("a", goes_on)
     found = office.fetch(enough=lambda head: head == now[0].head)
     assert found is not None
-    assert torch.equal(found[1], snapshot(2).memory)
+    assert torch.equal(found[1], snapshot(2).content.copy())
     assert WINDOW <= len(served) - RANGES < RANGES
 
 
@@ -175,15 +206,16 @@ def test_one_that_is_enough_and_comes_late_is_taken_instead_of_one_that_is_not(o
     office.add("b", late)
     found = office.fetch(enough=lambda head: head.samples > 100)
     assert found is not None
-    assert torch.equal(found[1], snapshot(2).memory)
+    assert torch.equal(found[1], snapshot(2).content.copy())
 
 
 def test_what_is_a_donor_s_own_comes_from_it_alone(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two donors with other masks: a mask must not be put together of both."""
     monkeypatch.setattr(download, "STAGGER_S", 0.0)
+    monkeypatch.setattr(download, "WORTH_S", 0.0)
     plain, elements = optimizer(0), 8 * RANGE_BYTES // 4
     states = {
-        name: copy_state(plain, [], [torch.full((elements,), value)], Trail(snapshot(1).head)).described()
+        name: take_state(plain, [], [torch.full((elements,), value)], Trail(snapshot(1).head)).described()
         for name, value in (("a", 1.0), ("b", 2.0))
     }
     for name, state in states.items():
@@ -194,7 +226,7 @@ def test_what_is_a_donor_s_own_comes_from_it_alone(office: Office, monkeypatch: 
 
     found = office.downloads.fetch(["a", "b"], reader, 10.0, lambda: False, enough=lambda head: True)
     assert found is not None
-    assert any(torch.equal(found[1], state.memory) for state in states.values())
+    assert any(torch.equal(found[1], state.content.copy()) for state in states.values())
     assert min(office.ranges_of().values()) >= WINDOW, "both have what is shared"
 
 
@@ -262,7 +294,7 @@ def test_bytes_that_are_not_those_of_the_description(office: Office) -> None:
     office.add("b", snapshot(1))
     found = office.fetch("a", "b")
     assert found is not None
-    assert torch.equal(found[1], snapshot(1).memory)
+    assert torch.equal(found[1], snapshot(1).content.copy())
 
 
 def test_an_answer_of_another_length_is_refused_and_the_range_comes_from_another(office: Office) -> None:
@@ -270,7 +302,7 @@ def test_an_answer_of_another_length_is_refused_and_the_range_comes_from_another
     office.add("b", snapshot(1))
     found = office.fetch()
     assert found is not None
-    assert torch.equal(found[1], snapshot(1).memory)
+    assert torch.equal(found[1], snapshot(1).content.copy())
     sizes = [STATE_BYTES % RANGE_BYTES, *[RANGE_BYTES] * (WINDOW - 1)]  # the last range is asked for first
     assert office.refused == [f"{RANGE_BYTES + 1} bytes of a state, {size} were asked for" for size in sizes]
 
@@ -288,7 +320,7 @@ def test_ranges_that_nobody_asked_for_pass_by(office: Office) -> None:
     office.add_rogue("a", pushy)
     found = office.fetch()
     assert found is not None
-    assert torch.equal(found[1], snapshot(1).memory)
+    assert torch.equal(found[1], snapshot(1).content.copy())
     assert office.passed_by == 2 * len(unasked)
 
 
@@ -333,7 +365,7 @@ def test_a_donor_that_goes_half_way_is_replaced_by_the_others(office: Office, ho
     office.add("b", snapshot(1))
     found = office.fetch()
     assert found is not None
-    assert torch.equal(found[1], snapshot(1).memory)
+    assert torch.equal(found[1], snapshot(1).content.copy())
     assert sum(office.ranges_of().values()) > RANGES, "nothing had to be asked for again"
 
 
@@ -365,7 +397,7 @@ def test_a_range_that_is_lost_with_its_connection_is_asked_for_again_while_round
         over.set()
         busy.join()
     assert found is not None
-    assert torch.equal(found[1], snapshot(1).memory)
+    assert torch.equal(found[1], snapshot(1).content.copy())
     assert lost
 
 
@@ -474,7 +506,7 @@ def test_a_state_that_has_moved_on_is_fetched_anew(office: Office) -> None:
         office.fetch()
     found = office.fetch()
     assert found is not None
-    assert torch.equal(found[1], snapshot(2).memory)
+    assert torch.equal(found[1], snapshot(2).content.copy())
     assert found[0].head.samples == 200
 
 
@@ -497,7 +529,7 @@ def test_late_frames_of_the_download_before_change_nothing(office: Office) -> No
     assert office.fetch(timeout_s=0.05) is None
     found = office.fetch()
     assert found is not None
-    assert torch.equal(found[1], snapshot(1).memory)
+    assert torch.equal(found[1], snapshot(1).content.copy())
     assert office.passed_by == 1 + 2 * RANGES
 
 
@@ -520,7 +552,7 @@ def test_a_helper_passes_on_the_state_of_a_peer_that_it_has_still_to_hear_of(off
     copy = relay.copy(None)
     assert copy is not None
     assert (copy.head, copy.digest, bytes(copy.description)) == (source.head, source.digest, bytes(source.description))
-    assert torch.equal(copy.memory, source.memory)
+    assert torch.equal(copy.content.copy(), source.content.copy())
     assert relay.copy(copy) is copy
     assert office.ranges_of() == {"a": RANGES}
 
@@ -536,7 +568,7 @@ def test_a_helper_passes_on_a_state_though_the_swarm_makes_steps_meanwhile(offic
     relay = Relay(office.downloads, lambda: ["a"], goes_on, read, lambda: False)
     copy = relay.copy(None)
     assert copy is not None
-    assert torch.equal(copy.memory, source.memory)
+    assert torch.equal(copy.content.copy(), source.content.copy())
     assert office.ranges_of() == {"a": RANGES}
 
 

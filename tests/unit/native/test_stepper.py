@@ -343,27 +343,77 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(trainee: Trainee) -> None:
 
 def hand_over(donor: Trainee, joiner: Trainee) -> bytes:
     """The donor's state for the joiner; returns the digest."""
-    snapshot = donor.stepper.copy_state(None)
+    snapshot = donor.stepper.snapshot(None)
     assert snapshot is not None
-    joiner.stepper.adopt(joiner.stepper.read(memoryview(snapshot.description)), snapshot.memory)
+    joiner.stepper.adopt(joiner.stepper.read(memoryview(snapshot.description)), snapshot.content.copy())
     return snapshot.digest
 
 
 def test_a_copy_is_made_anew_only_after_a_step(trainee: Trainee) -> None:
-    first = trainee.stepper.copy_state(None)
-    assert trainee.stepper.copy_state(first) is first
+    first = trainee.stepper.snapshot(None)
+    assert trainee.stepper.snapshot(first) is first
     trainee.step(averages(1, 9)[0], 1)
-    second = trainee.stepper.copy_state(first)
+    second = trainee.stepper.snapshot(first)
     assert second is not None
     assert second.head == head(1)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_state_that_is_given_stays_as_it_is_over_a_step_or_is_gone(trainee: Trainee, wanted: bool) -> None:
+    for epoch in (1, 2):  # before its first step an optimizer keeps nothing
+        first = trainee.stepper.snapshot(None)
+        assert first is not None
+        first.content.wanted = wanted
+        before = bytes(first.content.read(slice(0, first.content.size)) or b"")
+        trainee.step(averages(epoch, 9)[-1], epoch)
+        trainee.stepper.settle(wait=True)
+        after = first.content.read(slice(0, first.content.size))
+        assert (after is None) is not wanted
+        assert not wanted or bytes(after or b"") == before
+        second = trainee.stepper.snapshot(first)
+        assert second is not None
+        assert second.key != first.key
+
+
+def test_where_somebody_else_changes_parameters_a_state_is_copied_at_once() -> None:
+    """A hook that clamps weights, or an embedding with max_norm: between two steps."""
+    trainee = Trainee(buffers=[torch.zeros(2)])
+    first = trainee.stepper.snapshot(None)
+    assert first is not None
+    assert trainee.stepper.room_for_copy(first) is None
+    trainee.parameters[0].data.add_(1.0)
+    assert first.content.read(first.spans[0]) is None
+    room = trainee.stepper.room_for_copy(first)
+    assert room is not None
+    second = trainee.stepper.snapshot(first, room)
+    assert second is not None
+    trainee.parameters[0].data.add_(1.0)
+    assert second.content.read(second.spans[0]) is not None
+    trainee.step(averages(1, 9)[0], 1)
+    assert trainee.stepper.room_for_copy(second) is not None, "from then on"
+
+
+def test_two_that_are_given_at_one_head_both_outlive_a_step() -> None:
+    """What is this peer's own may have changed between them."""
+    mask = torch.zeros(2, dtype=torch.bool)
+    trainee = Trainee(buffers=[torch.zeros(2), mask])
+    first = trainee.stepper.snapshot(None)
+    mask[0] = True
+    second = trainee.stepper.snapshot(None)
+    assert first is not None
+    assert second is not None
+    assert first.key != second.key
+    trainee.step(averages(1, 9)[0], 1)
+    for one in (first, second):
+        assert all(one.content.read(place) is not None for place in one.spans)
 
 
 def test_no_copy_of_wrong_parameters_is_given_once_they_were_replaced() -> None:
     """At one head: they were found to differ from the others'."""
     right, wrong = Trainee(buffers=[torch.zeros(2)]), Trainee(seed=5, buffers=[torch.zeros(2)])
-    known = wrong.stepper.copy_state(None)
+    known = wrong.stepper.snapshot(None)
     digest = hand_over(right, wrong)
-    found = wrong.stepper.copy_state(known)
+    found = wrong.stepper.snapshot(known)
     assert known is not None
     assert found is not None
     assert found.digest == digest != known.digest

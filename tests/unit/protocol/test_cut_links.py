@@ -111,7 +111,15 @@ def test_who_makes_steps_with_others_lives_though_no_record_of_it_was_read() -> 
         table.wait(SETTLES_S)
         found.append([table.peers[name].cut for name in sorted(ends)])
         table.train(a=0)
-    assert [len(commits) for commits in table.applied.values()] == [4, 4, 4]
+    for _ in range(8):  # and for as long as it does so, though no record says anything
+        table.wait(5.0)
+        table.train(a=16)
+        table.wait(SETTLES_S)
+        table.train(a=0)
+    assert table.peers["b"].cut == ("c",)
+    assert [len(commits) for commits in table.applied.values()] == [12, 12, 12]
+    notes = [peer for peer, what in table.notes() if "there is no way to it" in what]
+    assert sorted(notes) == ["b", "c"], "said once"
     assert found == [[(), ()], [(), ()], [("c",), ("b",)], [("c",), ("b",)]]
 
 

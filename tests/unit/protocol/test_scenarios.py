@@ -435,10 +435,31 @@ def test_a_coordinator_that_has_started_again_so_quickly_that_nobody_noticed_is_
     table.peers[FIRST].adopt(head, (), table.now)
     table.hold = lambda _, __, what: isinstance(what, Progress)  # else it would call, and hear that they wait for it
     table.wait(6 * SETTINGS.resend_s)
-    assert "the round is over" in [action.reason for _, action in table.done if isinstance(action, GiveUp)]
+    assert "the coordinator is lost, and nobody saw a commit" in [
+        action.reason for _, action in table.done if isinstance(action, GiveUp)
+    ]
     table.hold = lambda *_: False
     table.wait(2 * SETTINGS.resend_s)
     assert [len(table.applied[name]) for name in (FIRST, SECOND, THIRD)] == [1, 1, 1]
+
+
+def test_who_was_taken_out_and_has_not_heard_of_it_hears_when_it_asks() -> None:
+    """Whether its coordinator, which says nothing more of the round, lives."""
+    table = three()
+    ended = lambda sender, receiver, what: isinstance(what, Ended) and receiver == THIRD  # noqa: E731
+    slow = lambda sender, receiver, what: isinstance(what, Data) and receiver == FIRST and sender == SECOND  # noqa: E731
+    table.hold = lambda *letter: ended(*letter) or slow(*letter)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    table.peers[FIRST].lost(THIRD, table.now)
+    table.wait(1.0)
+    assert not [action for _, action in table.done if isinstance(action, GiveUp)]
+    table.held.clear()
+    table.hold = slow
+    table.wait(4 * SETTINGS.resend_s + 1.0)
+    assert [(name, action.reason) for name, action in table.done if isinstance(action, GiveUp)] == [
+        (THIRD, "it went on without this peer")
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["owners", "since", "sender", "usurper", "stranger"])

@@ -26,6 +26,7 @@ from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, 
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.reports import Reports
 from lightning_hivemind.engine.native.state.moment import await_step
+from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
@@ -88,14 +89,22 @@ class NativeEngine:
         what += f" by {self._stepper.low_rank.name}," if self._stepper.low_rank is not None else ""
         clear = ", in the clear" if self._a.insecure_lan else ""
         way = f"engine native, {what} {self._coding.name}{clear}"
+        state_memory = StateMemory()
+        if self._a.initial_peers and not self._a.auxiliary:  # it will take their state
+            state_memory.prepare(self._stepper.state_bytes)
         self._records = SwarmRecords(self._a, self._network, self._training.schema, way)
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)
         self._parts = parts = build(
-            self._a, self._records.run, self._network, self._gradients, self._memory, self._coding, self._copy_state
+            self._a,
+            self._records.run,
+            self._network,
+            self._gradients,
+            self._memory,
+            self._coding,
+            self._copy_state,
+            state_memory,
         )
-        if self._a.initial_peers and not self._a.auxiliary:  # it will take their state
-            parts.downloads.memory.prepare(self._stepper.state_bytes)
         self._whereabouts = Whereabouts(
             self._network,
             self._records.run,
@@ -279,7 +288,7 @@ class NativeEngine:
         made, running = lambda: self._stepper.head, lambda: self._parts is parts
         if not await_step(parts.donor, parts.driver, parts.handover, made, running):
             return None
-        return self._stepper.copy_state(known, memory)
+        return self._stepper.snapshot(known, memory)
 
     def _owes_nothing(self, handover: Handover) -> bool:
         """The parameters here were not the swarm's. Are they now? Else fetch its state, and go on from there."""

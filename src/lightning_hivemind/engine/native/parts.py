@@ -26,6 +26,7 @@ from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
+from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import AGAIN_S
@@ -107,12 +108,14 @@ def build(
     memory: Memory,
     coding: Coding,
     copy_state: Callable[[Snapshot | None], Snapshot | None],
+    state_memory: StateMemory,
 ) -> Parts:
     """Everything runs, and answers; this peer stands nowhere yet.
 
     Args:
         run: equal on peers that can average.
         copy_state: see :class:`.Donor`.
+        state_memory: for a state that this peer takes.
     """
     if names := needless(arguments):
         log.info(
@@ -146,8 +149,8 @@ def build(
     fingerprint = b"" if certificate is None else certificate.fingerprint
     asks = Introductions(network.dht, run, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S)
     introductions.append(asks)
-    donor = Donor(links.send, copy_state, links.forget)
-    downloads = Downloads(links.send, arguments.next_chunk_timeout)
+    donor = Donor(links.send, copy_state, links.forget, lambda: handover.under_way)
+    downloads = Downloads(links.send, arguments.next_chunk_timeout, state_memory)
     driver.start(links, donor, downloads)
     try:
         asks.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,13 +17,15 @@ from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory, populate
 from lightning_hivemind.engine.native.moments import Moments
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.content import Content
 from lightning_hivemind.engine.native.state.snapshot import (
     Description,
     Snapshot,
-    copy_state,
+    can_stay,
     install,
     read_description,
     state_bytes,
+    take_state,
 )
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
@@ -75,6 +78,10 @@ class Stepper:
         #: how many states took the place of what was trained here; the last copy: its key, and that number then
         self._states = 0
         self._copied: tuple[bytes, int] | None = None
+        #: of the state that is given, while it is the one that is here
+        self._given: weakref.ref[Content] | None = None
+        #: so no batch must change what is given
+        self._copies_at_once = local
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
         self._under_way: Future[None] | None = None
 
@@ -130,7 +137,7 @@ class Stepper:
         :attr:`.LowRank.carried` after it. ``mine``: of this peer's samples, how many are in it.
         """
         if self._local:
-            with self.lock:
+            with self._changes():
                 self.statistics.step(average, head.epoch, counted)
                 self._training.advance_schedulers(head.epoch)
                 self.trail.step(head, mine)
@@ -164,7 +171,7 @@ class Stepper:
 
     def load(self, optimizer_state: Mapping[str, Any], head: Head) -> None:
         """Continue from a checkpoint, whose parameters the model has already."""
-        with self.lock, torch.no_grad():
+        with self._changes(), torch.no_grad():
             self._states += 1
             self.optimizer.load_state_dict(dict(optimizer_state))
             self._moments.keep()
@@ -177,26 +184,36 @@ class Stepper:
                 self.low_rank.begin(head.epoch)
 
     def room_for_copy(self, known: Snapshot | None) -> Tensor | None:
-        """Memory for :meth:`copy_state`, made ready without the lock, so that no step waits for it."""
+        """Memory for :meth:`snapshot`, if it must copy at once, made ready without the lock: no step waits for it."""
         with self.lock:
-            if known is not None and known.head == self.head:
+            self._copies_at_once |= known is not None and known.content.was_changed
+            stays = can_stay(self.optimizer) and not self._copies_at_once
+            if stays or self._is_right(known):
                 return None
             memory = Memory().bytes(self.state_bytes)
         populate(memory)
         return memory
 
-    def copy_state(self, known: Snapshot | None, memory: Tensor | None = None) -> Snapshot | None:
-        """For a peer that joins; from any thread. ``known`` is a copy that may still be right."""
+    def snapshot(self, known: Snapshot | None, memory: Tensor | None = None) -> Snapshot | None:
+        """For a peer that joins; from any thread. ``known`` is one that may still be right."""
         with self.lock:
             if self._stepping:
                 return None
-            if known is not None and known.head == self.head and self._copied == (known.key, self._states):
+            if known is not None and self._is_right(known):
+                known.content.wanted = True
                 return known
-            copy = copy_state(self.optimizer, self._shared, self.statistics.own, self.trail, memory)
-            states = self._states
-        found = copy.described()  # which takes as long, and needs no lock
+            self._change_given()  # which may be of this head, too, if what is only this peer's own has changed
+            state = take_state(self.optimizer, self._shared, self.statistics.own, self.trail, memory)
+            self._given, states = weakref.ref(state.content), self._states
+        found = state.described()  # takes a while, and needs no lock
         self._copied = found.key, states
         return found
+
+    def _is_right(self, known: Snapshot | None) -> bool:
+        """Whether it is what a new one would be."""
+        if known is None or known.content.gone or known.head != self.head:
+            return False
+        return self._copied == (known.key, self._states)
 
     @property
     def state_bytes(self) -> int:
@@ -213,7 +230,7 @@ class Stepper:
         ``decided``: see :meth:`.Trail.take`.
         """
         self.settle(wait=True)
-        with self.lock:
+        with self._changes():
             rates = [group["lr"] for group in self.optimizer.param_groups]
             install(description, memory, self.optimizer, self._shared, self.statistics.own)
             self._states += 1
@@ -236,9 +253,21 @@ class Stepper:
     # ------------------------------------------------------------------ private
 
     @contextlib.contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Parameters, or what the optimizer keeps, change."""
+        with self.lock:
+            self._change_given()
+            yield
+
+    def _change_given(self) -> None:
+        given, self._given = self._given() if self._given is not None else None, None
+        if given is not None:
+            given.change()
+
+    @contextlib.contextmanager
     def _a_step(self) -> Iterator[None]:
         """Parameters are those of a head again once it has ended, not if it raises."""
-        with self.lock:
+        with self._changes():
             self._stepping = True
             yield
             self._stepping = False

@@ -126,7 +126,7 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """The sender has lost the coordinator: what became of the round?"""
+    """The sender has lost the coordinator: what became of the round? Or, to that one: does it go on?"""
 
     round: RoundId
     head: Head
@@ -134,7 +134,10 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Undecided:
-    """Answer to Ask: the sender saw no commit, has lost the coordinator, too, and from now on takes none from it."""
+    """Answer to Ask: the sender saw no commit, has lost the coordinator, too, and from now on takes none from it.
+
+    (The coordinator says so if it has started again, and knows of no such round.)
+    """
 
     round: RoundId
 

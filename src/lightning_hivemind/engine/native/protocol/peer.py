@@ -276,11 +276,9 @@ class Peer:
             case Ask():
                 rounds.on_ask(sender, message)
             case Undecided():
-                if (inquiry := rounds.inquiry(message.round)) is not None:
-                    inquiry.undecided(sender)
+                rounds.on_undecided(sender, message, now)
             case StillOn():
-                if (inquiry := rounds.inquiry(message.round)) is not None:
-                    inquiry.still_on(sender)
+                rounds.on_still_on(sender, message, now)
             case News():
                 self._stands(sender, message.head)
                 self._on_news(sender, message, now)

@@ -62,10 +62,12 @@ class Cut:
     """A peer that lives, since it publishes records or makes steps with others, and cannot be reached.
 
     ``doubtful``: it was lost, and one record came since, which may be older than its death: it is asked first.
+    ``steps``: see :class:`Gone`.
     """
 
     lived_at: float
     doubtful: bool = False
+    steps: int = 0
     probed_at: float = NEVER
 
 
@@ -124,7 +126,8 @@ class Roster:
     def lost(self, peer: PeerId) -> None:
         if (cut := self._cut.get(peer)) is None or cut.doubtful:
             self._cut.pop(peer, None)
-            self._gone.setdefault(peer, Gone(stamp=self._seen[peer].stamp if peer in self._seen else NEVER))
+            stamp = self._seen[peer].stamp if peer in self._seen else NEVER
+            self._gone.setdefault(peer, Gone(stamp=stamp, steps=cut.steps if cut is not None else 0))
 
     def alive(self, peer: PeerId) -> None:
         """It has just said something."""
@@ -160,16 +163,18 @@ class Roster:
         for peer in peers & set(self._seen):
             if self._seen[peer].head.epoch <= parent.epoch:
                 self._seen[peer].head, self._seen[peer].samples = head, 0
-        for peer in peers & set(self._gone):
-            self._gone[peer].steps += 1
-            if self._gone[peer].steps >= SURELY_LIVES:
-                self._cut_off(peer, now, doubtful=False)
+        for peer in peers:
+            away = self._gone.get(peer) or self._cut.get(peer)
+            if away is not None:
+                away.steps += 1
+                if away.steps >= SURELY_LIVES:
+                    self._cut_off(peer, now, doubtful=False)
         self.begin_anew()
 
     def _cut_off(self, peer: PeerId, now: float, *, doubtful: bool) -> None:
         """It lives, or does so perhaps, and cannot be reached from here."""
-        self._gone.pop(peer, None)
-        cut = self._cut.setdefault(peer, Cut(lived_at=now))
+        gone = self._gone.pop(peer, None)
+        cut = self._cut.setdefault(peer, Cut(lived_at=now, steps=gone.steps if gone is not None else 0))
         cut.lived_at, cut.doubtful = now, doubtful
 
     def begin_anew(self) -> None:

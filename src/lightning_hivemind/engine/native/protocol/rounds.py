@@ -149,18 +149,12 @@ class Rounds:
             self._coordinator_lost(now)
         elif now >= joined.resend_at:
             joined.resend_at = now + self._settings.resend_s
-            if joined.offer is not None and self._asks(joined, now):
-                joined.heard_at = now
+            if self._member is None and joined.offer is not None:
                 self._send(joined.coordinator, Join(round=joined.round, offer=joined.offer))
-
-    def _asks(self, joined: Joined, now: float) -> bool:
-        """Whether to tell the coordinator again that this peer is there: it answers with the plan, or how it ended.
-
-        In a round, it has said that it goes on, twice by now. If not, it may have started again and know of no round.
-        """
-        if self._member is None:
-            return True
-        return self._member.digest is None and now >= joined.heard_at + 4 * self._settings.resend_s
+            elif joined.coordinator != self._me and now >= joined.heard_at + 4 * self._settings.resend_s:
+                # it would have said twice that the round goes on: it may have started again, and know of none
+                joined.heard_at = now
+                self._ask(joined)
 
     # ------------------------------------------------------------------ coming together
 
@@ -247,9 +241,11 @@ class Rounds:
             inquiry.undecided(sender)
 
     def on_ask(self, sender: PeerId, message: Ask) -> None:
-        joined, head = self._joined, self._standing.head
+        joined, head, leading = self._joined, self._standing.head, self.leadership.coordinator(message.round)
         if self._standing.history.of_round(message.round) is not None:
             self._standing.tell_outcome(sender, message.round)
+        elif leading is not None and sender not in leading.plan.members:
+            leading.repeat(sender)  # it has not heard that it was taken out
         elif head is not None and head.outweighs(message.head):
             self._standing.same(sender, message.head)  # tells it the news
         elif joined is not None and joined.round == message.round and self._inquiry is None:
@@ -258,6 +254,20 @@ class Rounds:
         else:
             self._remember(message.round, promised=True)
             self._send(sender, Undecided(round=message.round))
+
+    def on_undecided(self, sender: PeerId, message: Undecided, now: float) -> None:
+        joined, inquiry = self._joined, self.inquiry(message.round)
+        if inquiry is not None:
+            inquiry.undecided(sender)
+        elif joined is not None and joined.round == message.round and joined.coordinator == sender:
+            self._coordinator_lost(now)  # it has started again
+
+    def on_still_on(self, sender: PeerId, message: StillOn, now: float) -> None:
+        joined, inquiry = self._joined, self.inquiry(message.round)
+        if inquiry is not None:
+            inquiry.still_on(sender)
+        elif joined is not None and joined.round == message.round and joined.coordinator == sender:
+            joined.heard_at = now
 
     def in_doubt(self, round_id: RoundId) -> bool:
         """Whether this peer waits for the outcome of that round."""
@@ -345,6 +355,10 @@ class Rounds:
         self._over.move_to_end(round_id)
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
+
+    def _ask(self, joined: Joined) -> None:
+        assert self._standing.head is not None
+        self._send(joined.coordinator, Ask(round=joined.round, head=self._standing.head))
 
     def _send_progress(self, to: PeerId) -> None:
         assert self._standing.head is not None

@@ -1,18 +1,20 @@
-"""The giving side: copies this peer's state when somebody asks, and hands the copy out by ranges.
+"""The giving side: describes this peer's state when somebody asks, and hands it out by ranges.
 
-Questions come in the connections' threads. The copy is made in a thread of its own, also while a batch is computed
-(which changes no parameter): only a step has to wait for it.
+Questions come in the connections' threads. The description is made in a thread of its own, also while a batch is
+computed (which changes no parameter). So is a copy, where one is needed: who still fetches when the next step is due
+goes on from that; see :mod:`.content`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
+from lightning_hivemind.engine.native.state.content import Content
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -28,8 +30,8 @@ MOST_COPIES = 2
 #: who has asked for a part of a copy so recently reads it, unless it says that it has done: a part may take as long
 IN_USE_S = 30.0
 
-#: who waits for a copy to make room looks so often
-LOOK_S = 1.0
+#: who waits for a copy to make room looks so often, and whether one is to be made
+LOOK_S, CHANGE_LOOK_S = 1.0, 0.05
 
 SendFrame = Callable[[PeerId, Header, Payload], None]
 
@@ -41,6 +43,7 @@ class Donor:
         copy: of the state as it is now, given the copy that is there (and may still be right); None if this peer's
             state is not worth giving. Raises StateError.
         forget: what still waits to be sent of a download that has ended.
+        changes: whether the state will change soon.
     """
 
     def __init__(
@@ -48,8 +51,9 @@ class Donor:
         send: SendFrame,
         copy: Callable[[Snapshot | None], Snapshot | None],
         forget: Callable[[bytes], object] = lambda download: None,
+        changes: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._send, self._make_copy, self._forget_frames = send, copy, forget
+        self._send, self._make_copy, self._forget_frames, self._changes = send, copy, forget, changes
         self._changed = threading.Condition()
         self._waiting: dict[PeerId, bytes] = {}
         #: copies and when they were asked for last, oldest first; one before the newest may still be on its way
@@ -92,13 +96,16 @@ class Donor:
             copy, _ = self._copies.get(question.digest, (None, 0.0))
             if copy is not None and not self._stopped:
                 self._readers[peer] = (question.digest, download, time.monotonic())
+                copy.content.wanted = True
+                self._changed.notify()
                 self._copies.pop(question.digest)  # to the end of the order
                 self._copies[question.digest] = (copy, time.monotonic())
-        if copy is None or question.number >= len(copy.spans):
+        there = copy is not None and question.number < len(copy.spans)
+        data = copy.content.read(copy.spans[question.number]) if copy is not None and there else None
+        if data is None:
             self._answer(peer, download, 0, b"")  # it is gone: the other peer has to begin anew
-            return
-        data = memory_of(copy.memory)[copy.spans[question.number]]
-        self._answer(peer, download, 1 + question.number, data)
+        else:
+            self._answer(peer, download, 1 + question.number, data)
 
     def lost(self, peer: PeerId) -> None:
         with self._changed:
@@ -111,19 +118,31 @@ class Donor:
                 asked.pop(peer, None)
         if peer in self._readers and download in (None, self._readers[peer][1]):
             self._forget_frames(self._readers.pop(peer)[1])
+            self._mark()
         self._changed.notify()
+
+    def _mark(self) -> None:
+        """Say which copies are wanted."""
+        read = {digest for digest, _, _ in self._readers.values()}
+        for key, (copy, _) in self._copies.items():
+            copy.content.wanted = key in read
 
     # ------------------------------------------------------------------ the donor's thread
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._stopped, KEPT_S / 2)
+                self._changed.wait_for(lambda: self._waiting or self._stopped or self._at_risk, KEPT_S / 2)
+                at_risk = self._at_risk
+                if at_risk and not self._waiting:
+                    self._changed.wait(CHANGE_LOOK_S)
                 if self._stopped:
                     return
+            self._save(at_risk)
+            with self._changed:
                 now = time.monotonic()
                 if self._waiting and len(self._in_use(now)) >= MOST_COPIES:
-                    self._changed.wait(LOOK_S)
+                    self._changed.wait(CHANGE_LOOK_S if at_risk else LOOK_S)
                     continue
                 self._copying, self._waiting = self._waiting, {}
                 oldest = now - KEPT_S
@@ -146,6 +165,17 @@ class Donor:
             for peer, download in waiting.items():
                 self._answer(peer, download, 0, copy.description if copy is not None else b"")
 
+    @property
+    def _at_risk(self) -> list[Content]:
+        return [copy.content for copy, _ in self._copies.values() if copy.content.is_at_risk]
+
+    def _save(self, at_risk: Sequence[Content]) -> None:
+        """Copy what somebody fetches, so that the step that will change it need not."""
+        for content in at_risk if at_risk and self._changes() else ():
+            if content.is_at_risk:  # still
+                with contextlib.suppress(Exception):  # :meth:`.Content.change` says so
+                    content.copy()
+
     def _keep(self, copy: Snapshot, waiting: Mapping[PeerId, bytes], now: float) -> None:
         self._readers.update({peer: (copy.key, download, now) for peer, download in waiting.items()})
         self._copies.pop(copy.key, None)
@@ -154,11 +184,12 @@ class Donor:
             in_use = self._in_use(now)  # or all of them are, since somebody has begun to ask again
             oldest = next(iter(self._copies))
             del self._copies[next((digest for digest in self._copies if digest not in in_use), oldest)]
+        self._mark()
 
     def _in_use(self, now: float) -> set[bytes]:
         """Digests of the copies that somebody reads."""
-        self._readers = {peer: one for peer, one in self._readers.items() if one[2] > now - IN_USE_S}
-        return {digest for digest, _, _ in self._readers.values()} & set(self._copies)
+        self._readers = {peer: one for peer, one in self._readers.items() if one[2] > now - KEPT_S}
+        return {digest for digest, _, at in self._readers.values() if at > now - IN_USE_S} & set(self._copies)
 
     def _answer(self, peer: PeerId, download: bytes, number: int, data: bytes | memoryview) -> None:
         self._send(peer, Header(kind=Kind.STATE, round=download, chunk=number, length=len(data)), (data,))

@@ -38,8 +38,9 @@ WINDOW = 3
 #: ranges that have come and wait to be checked, each in memory of its own
 MOST_UNCHECKED = 4 * WINDOW
 POLL_S = 0.1
-#: another donor is asked when those before have not sent everything after so long
-STAGGER_S = 1.0
+#: another donor is asked when those before have not sent everything after so long, and will take so much longer: what
+#: it costs that one is to be worth it
+STAGGER_S, WORTH_S = 1.0, 1.0
 #: that a copy of a state and its digest may take, or a helper to fetch it
 DESCRIPTION_S = 300.0
 #: once there is a description that is not enough, how much longer the other donors' are waited for
@@ -90,19 +91,35 @@ class _Attempt:
         self.news = True
 
 
-class Downloads:
-    """One at a time. ``silence_s``: a donor that sends nothing for so long is not waited for.
+@dataclass(slots=True)
+class _Pace:
+    """How long a range takes to come, in the mean and now."""
 
-    Attributes:
-        memory: where states come from; see :class:`.room.StateMemory`.
+    began: float
+    came_at: float = 0.0
+    here: int = 0
+
+    def range_s(self, here: int, now: float) -> float:
+        """``here``: how many have come."""
+        if here > self.here:
+            self.here, self.came_at = here, now
+        return max((now - self.began) / max(1, here), now - max(self.began, self.came_at))
+
+
+class Downloads:
+    """One at a time.
+
+    Args:
+        silence_s: a donor that sends nothing for so long is not waited for.
+        memory: for states.
     """
 
-    def __init__(self, send: SendFrame, silence_s: float) -> None:
+    def __init__(self, send: SendFrame, silence_s: float, memory: StateMemory) -> None:
         self._send, self._silence_s = send, silence_s
         self._changed = threading.Condition()
         self._attempt: _Attempt | None = None
         self._memory = Memory(kept_bytes=MOST_UNCHECKED * RANGE_BYTES)
-        self.memory = StateMemory()
+        self.memory = memory
 
     # ------------------------------------------------------------------ the training thread
 
@@ -196,7 +213,7 @@ class Downloads:
         Raises:
             StateError: they do not come.
         """
-        memory, stuck = self.memory.take(chosen.size), math.inf
+        memory, stuck, pace = self.memory.take(chosen.size), math.inf, _Pace(time.monotonic())
         with self._changed:
             attempt.chosen = chosen
             # from the end, where those lie that only this donor has
@@ -220,7 +237,8 @@ class Downloads:
             if hopeless or now >= deadline or should_abort():
                 gone = "the peers that sent their state went on, or left, before it was here."
                 raise attempt.problem or StateError(gone)
-            if attempt.missing:
+            here = len(chosen.ranges) - attempt.left
+            if attempt.missing and (not comes or pace.range_s(here, now) * len(attempt.missing) > WORTH_S):
                 self._ask_around(attempt, now, hurries=not comes)
             self._wait(attempt, POLL_S)
 

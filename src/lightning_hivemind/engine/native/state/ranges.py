@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
-from torch import Tensor
-
-from lightning_hivemind.engine.native.codecs.base import memory_of
 
 #: bytes of a state that are asked for at once
 RANGE_BYTES = 4 << 20
@@ -30,12 +27,6 @@ def spans(shared: int, size: int) -> tuple[slice, ...]:
 def digest_of(data: bytes | memoryview) -> bytes:
     """Of a range."""
     return blake3(data).digest()
-
-
-def digests(memory: Tensor, places: Iterable[slice]) -> tuple[bytes, ...]:
-    """Of ranges of ``memory``, uint8 CPU."""
-    data = memory_of(memory)
-    return tuple(digest_of(data[place]) for place in places)
 
 
 def digest_of_shared(ranges: Sequence[bytes], places: Sequence[slice], shared: int) -> bytes:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
+from lightning_hivemind.engine.native.state.content import Content
 from lightning_hivemind.engine.native.state.download import Downloads, Reader
 from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot
 
@@ -67,4 +68,4 @@ class Relay:
             return None
         description, memory = found
         head, key = description.head, description.key
-        return Snapshot(head, described[head, key], memory, description.spans, description.digest, key)
+        return Snapshot(head, described[head, key], Content.of(memory), description.spans, description.digest, key)

@@ -18,9 +18,9 @@ import msgpack  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_all, digest_of_shared, digests, spans
+from lightning_hivemind.engine.native.state.content import Content, Piece
+from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_all, digest_of_shared, spans
 from lightning_hivemind.engine.native.trail import Trail, sound_marks
 from lightning_hivemind.errors import StateError
 
@@ -64,19 +64,18 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of a peer's state in host memory.
+    """A peer's state, to be given.
 
     Attributes:
         head: whose state this is.
         description: msgpack of what the bytes mean; with it the bytes can be checked and used.
-        memory: uint8 CPU (bytes,).
         spans: of its ranges, see :mod:`.ranges`.
-        digest: of what is shared in ``memory``; ``key``: of all of it.
+        digest: of what is shared in ``content``; ``key``: of all of it.
     """
 
     head: Head
     description: bytes
-    memory: Tensor
+    content: Content
     spans: tuple[slice, ...]
     digest: bytes
     key: bytes
@@ -109,12 +108,12 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class StateCopy:
-    """A copy in host memory that nobody knows how to read yet; ``own``: how many tensors at its end are not shared."""
+class State:
+    """A state that nobody knows how to read yet; ``own``: how many tensors at its end are not shared."""
 
     head: Head
     marks: bytes
-    memory: Tensor
+    content: Content
     parts: tuple[Part, ...]
     own: int
     state: list[dict[str, Any]]
@@ -126,10 +125,12 @@ class StateCopy:
         Raises:
             StateError: it cannot be described.
         """
-        size = self.memory.numel()
+        size = self.content.size
         shared = _shared(self.parts, self.own, size)
         places = spans(shared, size)
-        ranges = digests(self.memory, places)
+        ranges = self.content.describe(places)
+        if ranges is None:
+            raise StateError("the state changed before it was described, and no copy could be made.")
         place = [self.head.epoch, self.head.lineage, self.head.samples, self.marks]
         shapes = [[part.dtype, list(part.shape)] for part in self.parts]
         try:
@@ -137,23 +138,27 @@ class StateCopy:
         except (OverflowError, ValueError, TypeError) as error:
             raise StateError(f"the state of the optimizer cannot be described: {error}") from None
         digest = digest_of_shared(ranges, places, shared)
-        return Snapshot(self.head, description, self.memory, places, digest, digest_of_all(ranges))
+        return Snapshot(self.head, description, self.content, places, digest, digest_of_all(ranges))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors) -> int:
     """How long a copy is; before an optimizer's first step it has no state of its own."""
-    kept = [one for p in _parameters(optimizer) for one in optimizer.state.get(p, {}).values()]
-    sources = [*_parameters(optimizer), *(one for one in kept if isinstance(one, Tensor)), *shared, *own]
-    return sum(_aligned(one.nbytes) for one in sources)
+    return sum(_aligned(one.nbytes) for one in (*_tensors(optimizer), *shared, *own))
+
+
+def can_stay(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all that only a step changes lies in host memory as it is given: it need not be copied before one."""
+    return all(one.device.type == "cpu" and one.is_contiguous() for one in _tensors(optimizer))
 
 
 @torch.no_grad()
-def copy_state(
+def take_state(
     optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors, trail: Trail, memory: Tensor | None = None
-) -> StateCopy:
-    """Copy parameters and state of ``optimizer``, at the end of ``trail``, and the tensors, to host memory.
+) -> State:
+    """Parameters and state of ``optimizer``, at the end of ``trail``, and the tensors, to be given.
 
-    ``memory``: uint8 CPU (:func:`state_bytes`,), if there is some.
+    Parameters and state that can stay (:func:`can_stay`) are copied by :meth:`.Content.change` only. Others are at
+    once, and all are if there is ``memory`` for that, uint8 CPU (:func:`state_bytes`,).
 
     Raises:
         StateError: the optimizer keeps something that is neither a tensor nor a number.
@@ -177,17 +182,17 @@ def copy_state(
     if unknown is not None:
         raise StateError(f"a tensor of {unknown} cannot be handed to peers that join.")
     parts, size = _lay_out([(str(tensor.dtype), tuple(tensor.shape)) for tensor in sources])
-    if memory is None or memory.numel() != size:
-        memory = Memory().bytes(size)
-    for part, source in zip(parts, sources, strict=True):
-        _view(memory, part).copy_(source)
-        end = part.offset + part.bytes
-        memory[end : end + -part.bytes % ALIGNMENT].zero_()  # it is in the digests, too
+    stays, only_steps = memory is None and can_stay(optimizer), len(parameters) + len(kept)
+    if stays:  # but for what batches change
+        sources[only_steps:] = [one.detach().to("cpu", copy=True).contiguous() for one in sources[only_steps:]]
+    content = Content([Piece(one, part.offset) for part, one in zip(parts, sources, strict=True)], size)
+    if not stays:
+        content.copy(memory)
     groups = [
         {name: _plain(optimizer, name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
         for group in optimizer.param_groups
     ]
-    return StateCopy(trail.head, trail.marks, memory, parts, len(own), state, groups)
+    return State(trail.head, trail.marks, content, parts, len(own), state, groups)
 
 
 def read_description(
@@ -260,6 +265,12 @@ def install(
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters, and what the optimizer keeps of them."""
+    kept = [one for parameter in _parameters(optimizer) for one in optimizer.state.get(parameter, {}).values()]
+    return [*_parameters(optimizer), *(one for one in kept if isinstance(one, Tensor))]
 
 
 def _is_count(value: Any) -> bool:
