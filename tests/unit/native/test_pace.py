@@ -72,6 +72,17 @@ def test_the_first_batch_is_waited_for_but_not_long() -> None:
     assert one.join_at(0.5) > 0.5
 
 
+def test_the_first_batch_of_who_has_joined_is_not_waited_for_and_the_second_is() -> None:
+    """It compiles its model, say, while the others have a step under way."""
+    one = Pace(TARGET, longest_s=LONGEST_S)
+    one.join()
+    one.begin_batch(1000.0)
+    assert one.join_at(1000.3) == 1000.3
+    one.end_batch(1001.0)
+    one.begin_batch(1001.0)
+    assert one.join_at(1001.1) > 1001.1
+
+
 def test_a_batch_that_does_not_end_is_waited_for_no_longer_than_anybody() -> None:
     one, now = pace(batch_s=10.0, step_s=10.0, others=50, longest_s=3.0)
     one.begin_batch(now)

@@ -237,6 +237,7 @@ class Handover:
         with self.changed:
             if self._head == head:
                 self.owes = False
+                self._pace.join()
             return not self.owes
 
     def _join(self, now: float) -> None:

@@ -3,7 +3,7 @@
 Peers of like speed keep in step, so that every gradient is of the parameters of its own step: who is about to see the
 target reached does not begin another batch, and who is called in the middle of one is waited for. A peer whose batch
 takes longer than the others' whole step is not, nor one that gives much less than each of them: it gives what it has,
-and what it computes counts for the next.
+and what it computes counts for the next. Nor is the first batch of who has joined, which may have a model to compile.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ class Pace:
         self._each: float | None = None
         self._last_step: float | None = None
         self._first_call: float | None = None
+        self._joined = False
 
     # ------------------------------------------------------------------ what happens
+
+    def join(self) -> None:
+        """Others have made steps already."""
+        self._joined = True
 
     def begin_batch(self, now: float) -> None:
         self._batch_began = now
@@ -80,7 +85,7 @@ class Pace:
     def join_at(self, now: float) -> float:
         """Until when a round that calls now should wait for the batch that is being computed here."""
         began, batch_s = self._batch_began, self._batch_s
-        if began is None:
+        if began is None or (self._joined and not self._batches):
             return now
         if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):
             return now
