@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from bench_plan import (
 from bench_spec import Case
 from bench_stats import markdown_table, number, pair_ratios, summary
 from bench_tables import added_to
-from bench_turn import Turn
+from bench_turn import NO_STEP, Turn
 
 #: a case in which a step computes for no longer than this is one of the shortest step
 SHORTEST_S = 0.01
@@ -77,7 +78,10 @@ def bars_of_turns(turns: Sequence[Turn]) -> list[Bar]:
 
 def _step_bars(turns: Sequence[Turn], case: Case) -> list[Bar]:
     def step_s(turn: Turn) -> float:
-        return turn.whole_step_s if turn.spec.swarm else turn.step_s
+        """Of whole steps; who made none in its window needs at least that long (stock hivemind with quick batches)."""
+        found = turn.whole_step_s if turn.spec.swarm else turn.step_s
+        made_none = turn.spec.kind == "stock" and math.isnan(found)
+        return turn.spec.window_s if made_none and (turn.steps or turn.failure.startswith(NO_STEP)) else found
 
     what = f"shortest global step, {case.peers} peers"
     return [

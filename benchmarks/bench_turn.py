@@ -34,6 +34,8 @@ OVERTIME = 1.25  # a window ends here, in the middle of a step if need be
 GRACE_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.05
+#: how a failure begins where nothing else went wrong
+NO_STEP = "no global step"
 
 
 @dataclass(kw_only=True)
@@ -180,7 +182,7 @@ def _close_window(folder: Path, opened: dict[str, float]) -> str:
     marks = json_lines(folder / "marks-0.jsonl")
     epoch = marks[-1]["epoch"] if marks else 0
     if epoch == opened["epoch"]:
-        return f"no global step within {now - opened['time']:.0f} s"
+        return f"{NO_STEP} within {now - opened['time']:.0f} s"
     window = {"first": opened, "last": {"time": now, "epoch": epoch, "cpu_s": cpu_s}}
     (folder / "window.json").write_text(json.dumps(window), encoding="utf-8")
     return ""
