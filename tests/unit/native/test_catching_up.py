@@ -11,6 +11,7 @@ import pytest
 from lightning_hivemind.engine.native import catching_up
 from lightning_hivemind.engine.native.catching_up import MOST_DONORS, CatchingUp
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.trail import Undone
 from lightning_hivemind.errors import StateError
 from lightning_hivemind.events import Event, EventBus, StateUnavailable, StepsUndone, Waiting
@@ -36,7 +37,7 @@ class Scene:
         handover = SimpleNamespace(
             settle=lambda found: found == self.goal, leads_on=lambda head: True, take_decided=lambda: DECIDED
         )
-        downloads = SimpleNamespace(fetch=self.fetch, share=0.5)
+        downloads = SimpleNamespace(fetch=self.fetch, share=0.5, memory=StateMemory())
         arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=False, client_mode=False)
         bus = EventBus()
         bus.subscribe(self.events.append)

@@ -69,6 +69,27 @@ def test_a_state_that_is_larger_than_thought_has_memory_of_its_own() -> None:
     assert memory.take(100).numel() == 100
 
 
+@pytest.mark.parametrize(("size", "is_used"), [(0, False), (99_999, False), (100_000, True), (900_000, True)])
+def test_what_a_state_came_in_is_memory_for_an_average(size: int, is_used: bool) -> None:
+    spares = Memory(kept_bytes=300_000)
+    memory = StateMemory(spares, 100_000)
+    memory.give_back(memory.take(size))
+    assert spares._free_bytes == 100_000 * is_used
+    first, second = spares.bytes(100_000), spares.bytes(100_000)
+    first.fill_(1)
+    second.fill_(2)
+    assert (first.unique().tolist(), second.unique().tolist()) == ([1], [2])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the system")
+def test_of_a_state_that_is_not_used_any_more_no_more_is_kept() -> None:
+    spares = Memory(kept_bytes=SIZE)
+    state = torch.frombuffer(mmap.mmap(-1, 4 * SIZE, mmap.MAP_PRIVATE), dtype=torch.uint8).fill_(1)
+    spares.give(state, SIZE)
+    assert state[:SIZE].min() == 1
+    assert state[SIZE + mmap.PAGESIZE :].max() == 0, "it has gone back"
+
+
 def test_what_was_not_needed_is_given_back() -> None:
     memory = StateMemory()
     memory.prepare(SIZE)

@@ -202,6 +202,7 @@ class CatchingUp:
         state = description.head, description.digest
         if state != known:
             undone = self._stepper.adopt(description, memory, self._parts.handover.take_decided())
+            self._parts.downloads.memory.give_back(memory)
             if undone is not None:
                 first, last, samples = undone.first, undone.last, undone.samples
                 self._events.emit(StepsUndone(epoch=description.head.epoch, first=first, last=last, samples=samples))

@@ -89,7 +89,7 @@ class NativeEngine:
         what += f" by {self._stepper.low_rank.name}," if self._stepper.low_rank is not None else ""
         clear = ", in the clear" if self._a.insecure_lan else ""
         way = f"engine native, {what} {self._coding.name}{clear}"
-        state_memory = StateMemory()
+        state_memory = StateMemory(self._memory, 4 * self._gradients.elements)
         if self._a.initial_peers and not self._a.auxiliary:  # it will take their state
             state_memory.prepare(self._stepper.state_bytes)
         self._records = SwarmRecords(self._a, self._network, self._training.schema, way)

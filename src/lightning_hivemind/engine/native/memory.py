@@ -18,6 +18,7 @@ from lightning_hivemind.platform import advise_memory
 
 _POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 _POPULATED_BYTES = 4 << 20
+_DONT_NEED = 4
 
 
 class Memory:
@@ -49,6 +50,13 @@ class Memory:
         """float32 CPU (count,) with anything in it."""
         return self.bytes(4 * count).view(torch.float32) if count else torch.empty(0)
 
+    def give(self, memory: Tensor, count: int) -> None:
+        """A piece of ``count`` bytes, the first of ``memory``, uint8 CPU, that nobody uses any more."""
+        if 0 < count <= memory.numel():
+            begin, length = _pages(memory[count:])
+            advise_memory(begin, length, _DONT_NEED)  # else the piece would keep all of it
+            self._take_back(memory.numpy()[:count])
+
     def _take_back(self, piece: Any) -> None:
         with self._lock:
             if self._free_bytes + piece.nbytes <= self.kept_bytes:
@@ -62,7 +70,12 @@ def populate(piece: Tensor) -> None:
     Else that happens page by page when they are first written to, while others wait for it: 0.35 ms a megabyte, 2.4 in
     a virtual machine that has given memory back. Other threads may write to them meanwhile.
     """
-    begin = -(-piece.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (piece.data_ptr() + piece.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    begin, length = _pages(piece)
     for start in range(begin, begin + length, _POPULATED_BYTES):  # whoever maps anything else waits for each of these
         advise_memory(start, min(_POPULATED_BYTES, begin + length - start), _POPULATE_WRITE)
+
+
+def _pages(piece: Tensor) -> tuple[int, int]:
+    """Where the whole pages within it begin, and their bytes."""
+    begin = -(-piece.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    return begin, max(0, (piece.data_ptr() + piece.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - begin)

@@ -17,9 +17,14 @@ MOST_RESERVED = 4
 
 
 class StateMemory:
-    """See the module. Used by the training thread."""
+    """See the module. Used by the training thread.
 
-    def __init__(self) -> None:
+    Args:
+        spares: gets what a state does not need any more, a piece of ``spare_bytes``: memory for the first average.
+    """
+
+    def __init__(self, spares: Memory | None = None, spare_bytes: int = 0) -> None:
+        self._spares, self._spare_bytes = spares, spare_bytes
         self._prepared: Tensor | None = None
         #: bytes of it that are made ready
         self._ready = 0
@@ -32,6 +37,11 @@ class StateMemory:
     def release(self) -> None:
         """None is fetched any more for which memory was prepared."""
         self._prepared, self._ready = None, 0
+
+    def give_back(self, memory: Tensor) -> None:
+        """A state that is not used any more, as :meth:`take` gave it."""
+        if self._spares is not None:
+            self._spares.give(memory, self._spare_bytes)
 
     def take(self, size: int) -> Tensor:
         """uint8 CPU (size,), for one state."""
