@@ -25,7 +25,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.state import questions
 from lightning_hivemind.engine.native.state.donor import SendFrame
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
-from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES, digest_of
+from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES, RangePace, digest_of
 from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import MAX_DESCRIPTION_BYTES, Description
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -89,21 +89,6 @@ class _Attempt:
         self.offers.pop(donor, None)
         self.missing += sorted(self.expected.pop(donor, set()))
         self.news = True
-
-
-@dataclass(slots=True)
-class _Pace:
-    """How long a range takes to come, in the mean and now."""
-
-    began: float
-    came_at: float = 0.0
-    here: int = 0
-
-    def range_s(self, here: int, now: float) -> float:
-        """``here``: how many have come."""
-        if here > self.here:
-            self.here, self.came_at = here, now
-        return max((now - self.began) / max(1, here), now - max(self.began, self.came_at))
 
 
 class Downloads:
@@ -213,7 +198,7 @@ class Downloads:
         Raises:
             StateError: they do not come.
         """
-        memory, stuck, pace = self.memory.take(chosen.size), math.inf, _Pace(time.monotonic())
+        memory, stuck, pace = self.memory.take(chosen.size), math.inf, RangePace(time.monotonic())
         with self._changed:
             attempt.chosen = chosen
             # from the end, where those lie that only this donor has

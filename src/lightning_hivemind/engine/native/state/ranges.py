@@ -7,6 +7,7 @@ without them a fifth.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from blake3 import blake3
 
@@ -37,3 +38,18 @@ def digest_of_shared(ranges: Sequence[bytes], places: Sequence[slice], shared: i
 def digest_of_all(ranges: Iterable[bytes]) -> bytes:
     """Of these, given their digests."""
     return blake3(b"".join(ranges)).digest()
+
+
+@dataclass(slots=True)
+class RangePace:
+    """How long a range takes to come, in the mean and now."""
+
+    began: float
+    came_at: float = 0.0
+    here: int = 0
+
+    def range_s(self, here: int, now: float) -> float:
+        """``here``: how many have come."""
+        if here > self.here:
+            self.here, self.came_at = here, now
+        return max((now - self.began) / max(1, here), now - max(self.began, self.came_at))
