@@ -134,6 +134,9 @@ def test_what_somebody_else_changes_meanwhile_is_not_given() -> None:
     assert content.read(PLACES[0]) is None
     assert content.was_changed
     assert content.read(PLACES[1]) is None
+    content.wanted = False
+    content.change()
+    assert content.was_changed, "whatever comes later"
 
 
 def test_whoever_asks_again_and_again_makes_this_peer_hold_no_more_than_a_copy() -> None:

@@ -148,7 +148,8 @@ class Content:
             self._end()
 
     def _end(self, *, was_changed: bool = False) -> None:
-        self._gone, self.was_changed = True, was_changed
+        self._gone = True
+        self.was_changed |= was_changed  # still so when the next step comes
         self._pieces, self._room = (), None
 
     def _make_copy(self) -> Tensor | None:
