@@ -114,11 +114,14 @@ def test_where_one_that_was_quick_is_slow_now_another_is_asked(office: Office, m
 
     office.add_rogue("a", honest("a", snapshot(1), instead=is_slow))
     office.add("b", snapshot(1))
-    thread = threading.Thread(target=lambda: office.fetch("a", "b", timeout_s=30.0))
+    found: list[tuple[Description, torch.Tensor] | None] = []
+    thread = threading.Thread(target=lambda: found.append(office.fetch("a", "b", timeout_s=30.0)))
     thread.start()
     wait_for(lambda: office.ranges_of()["b"] > 0, "another is asked")
     stuck.set()
     thread.join()
+    assert found[0] is not None
+    assert torch.equal(found[0][1], snapshot(1).content.copy())
 
 
 def slowly(number: int) -> None:

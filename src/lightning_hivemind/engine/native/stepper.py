@@ -80,7 +80,7 @@ class Stepper:
         self._copied: tuple[bytes, int] | None = None
         #: of the state that is given, while it is the one that is here
         self._given: weakref.ref[Content] | None = None
-        #: so no batch must change what is given
+        #: for batches change it, too
         self._copies_at_once = local
         self._executor = ThreadPoolExecutor(1, "lightning-hivemind-step") if delayed else None
         self._under_way: Future[None] | None = None

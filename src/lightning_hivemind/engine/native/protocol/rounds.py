@@ -256,17 +256,15 @@ class Rounds:
             self._send(sender, Undecided(round=message.round))
 
     def on_undecided(self, sender: PeerId, message: Undecided, now: float) -> None:
-        joined, inquiry = self._joined, self.inquiry(message.round)
-        if inquiry is not None:
+        if (inquiry := self.inquiry(message.round)) is not None:
             inquiry.undecided(sender)
-        elif joined is not None and joined.round == message.round and joined.coordinator == sender:
+        elif self._joined_to(sender, message.round) is not None:
             self._coordinator_lost(now)  # it has started again
 
     def on_still_on(self, sender: PeerId, message: StillOn, now: float) -> None:
-        joined, inquiry = self._joined, self.inquiry(message.round)
-        if inquiry is not None:
+        if (inquiry := self.inquiry(message.round)) is not None:
             inquiry.still_on(sender)
-        elif joined is not None and joined.round == message.round and joined.coordinator == sender:
+        elif (joined := self._joined_to(sender, message.round)) is not None:
             joined.heard_at = now
 
     def in_doubt(self, round_id: RoundId) -> bool:
@@ -343,6 +341,11 @@ class Rounds:
             self.on_call(*joined.next_call, now)
 
     # ------------------------------------------------------------------ private
+
+    def _joined_to(self, coordinator: PeerId, round_id: RoundId) -> Joined | None:
+        """What this peer has joined, if it is that round of that coordinator."""
+        joined = self._joined
+        return joined if joined is not None and (joined.round, joined.coordinator) == (round_id, coordinator) else None
 
     def _engaged_with(self) -> PeerId | None:
         """The coordinator of the round that this peer is in, or calls to."""

@@ -100,8 +100,9 @@ class Donor:
                 self._changed.notify()
                 self._copies.pop(question.digest)  # to the end of the order
                 self._copies[question.digest] = (copy, time.monotonic())
-        there = copy is not None and question.number < len(copy.spans)
-        data = copy.content.read(copy.spans[question.number]) if copy is not None and there else None
+        data = None
+        if copy is not None and question.number < len(copy.spans):
+            data = copy.content.read(copy.spans[question.number])
         if data is None:
             self._answer(peer, download, 0, b"")  # it is gone: the other peer has to begin anew
         else:
