@@ -54,6 +54,8 @@ class Soak:
         self.herd, self._every_s, self._chance = herd, every_s, random.Random(seed)
         self.sizes: dict[Peer, list[tuple[float, int, int, int]]] = defaultdict(list)
         self.events: dict[str, int] = defaultdict(int)
+        #: when (`time.time`), and what happened to whom
+        self.struck: list[tuple[float, str]] = []
         self._due: list[tuple[float, Peer | None]] = []
 
     def run(self, seconds: float) -> None:
@@ -77,9 +79,9 @@ class Soak:
             self._due.remove(one)
             if one[1] is not None:
                 self.herd.thaw(one[1])
+                self.struck.append((time.time(), f"{one[1].name} thawed"))
             else:
-                self.events["restarted"] += 1
-                self.herd.start()
+                self._count("restarted", self.herd.start())
 
     def _strike(self, now: float) -> None:
         living = self.herd.living
@@ -88,13 +90,17 @@ class Soak:
             return
         victim = self._chance.choice(victims)
         if self._chance.random() < 0.5:
-            self.events["killed"] += 1
+            self._count("killed", victim)
             self.herd.kill(victim)
             self._due.append((now + RESTART_S, None))
         else:
-            self.events["frozen"] += 1
+            self._count("frozen", victim)
             self.herd.freeze(victim)
             self._due.append((now + FROZEN_S, victim))
+
+    def _count(self, what: str, peer: Peer) -> None:
+        self.events[what] += 1
+        self.struck.append((time.time(), f"{peer.name} {what}"))
 
 
 def size_of(pid: int) -> tuple[int, int, int]:
@@ -136,6 +142,7 @@ def findings(soak: Soak) -> dict[str, Any]:
             if line["event"] in TOLD:
                 events[line["event"]] += 1
     grown = [found for sizes in soak.sizes.values() if (found := growth(sizes)) is not None]
+    still_s, until = max(((after - before, after) for before, after in pairwise(steps)), default=(math.inf, math.inf))
     results = [float(path.read_text(encoding="utf-8")) for path in folder.glob("peer*.result")]
     return {
         "steps": max(peers),
@@ -143,7 +150,8 @@ def findings(soak: Soak) -> dict[str, Any]:
         "unlike": soak.herd.unlike(),
         "losses": [sum(losses[one]) / len(losses[one]) for one in sorted(losses)[:-1]],
         "twice": soak.herd.counted_twice(),
-        "still_s": max((after - before for before, after in pairwise(steps)), default=math.inf),
+        "still_s": still_s,
+        "struck": [f"{at - until:.1f} s: {what}" for at, what in soak.struck if -RESTART_S < at - until < 0],
         "grown": [max(column) for column in zip(*grown, strict=True)] if grown else [],
         "peers_measured": len(grown),
         "events": dict(events),
@@ -176,6 +184,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two events; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="of the events")
     parser.add_argument("--codec", default="", help="of gradients: a name in lightning_hivemind or in herd_peer.CODECS")
+    parser.add_argument("--keep", action="store_true", help="what the peers wrote")
     parser.add_argument(
         "--write", action=argparse.BooleanOptionalAction, default=True, help="benchmarks/results/soak*.md"
     )
@@ -189,7 +198,7 @@ def main() -> int:
         herd.end()
         found = findings(soak)
         wrong = problems(found, len(herd.living))
-        herd.keep = bool(wrong)
+        herd.keep = bool(wrong) or options.keep
     rows = [
         ["peers", str(options.peers)],
         ["codec", options.codec or "none"],
@@ -199,6 +208,7 @@ def main() -> int:
         ["... and differed", str(len(found["unlike"]))],
         ["samples counted twice", str(found["twice"])],
         ["longest time without a step, s", number(found["still_s"])],
+        ["what happened before its end", ", ".join(found["struck"]) or "nothing"],
         [f"growth of memory, descriptors, threads, largest of {found['peers_measured']} peers", _times(found["grown"])],
         ["told by peers", ", ".join(f"{count} {what}" for what, count in sorted(found["events"].items()))],
         ["held-out loss, all that lived at the end", ", ".join(number(one) for one in found["held_out"])],
