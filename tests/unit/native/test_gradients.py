@@ -67,9 +67,16 @@ def test_batches_of_unlike_size_are_averaged_over_samples(gradients: Gradients) 
     assert torch.allclose(values, torch.full((10,), 1.75))
 
 
-def test_equal_batches_are_what_a_plain_trainer_accumulates() -> None:
+@pytest.mark.parametrize("before", [0, 1, 2, 3, 4, 16])
+def test_equal_batches_are_what_a_plain_trainer_accumulates(before: int) -> None:
+    """However many there were in the step before."""
     weights = torch.nn.Parameter(torch.zeros(1000))
     gradients, plain = Gradients("me", [weights], Statistics([]), max_staleness=1), torch.zeros(1000)
+    for _ in range(before):
+        weights.grad = torch.randn(1000)
+        gradients.add(3, 0)
+    if before:
+        gradients.committed([given(gradients)[0]], 1)
     for _ in range(4):
         weights.grad = torch.randn(1000)
         plain += weights.grad / 4

@@ -7,6 +7,7 @@ batch, and equal batches whose number is a power of two, come out of the mean bi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,6 +26,9 @@ class BufferSum:
         #: in host memory it is what will be given, and taken from there when it is needed
         self._values = torch.empty(self.elements, device=device) if device.type != "cpu" else None
         self.samples = self.first = self.epoch = 0
+        #: samples of the last sum; this one's first batch is multiplied by ``_unit``, a power of two: with as many
+        #: samples as in the last one the sum is the mean then, most often, without another look at all of it
+        self._last, self._unit = 0, 1.0
         self._reached = [False] * len(parameters)
         #: whether a batch is being computed that writes where the sum is; whether an average is there
         self.busy = self.lent = False
@@ -44,6 +48,7 @@ class BufferSum:
         first = not self.samples
         if first:
             self.first, self.epoch = samples, epoch
+            self._unit = 2.0 ** min(0, round(math.log2(samples / self._last))) if self._last else 1.0
         if self._values is None:
             self._values = self._memory.floats(self._whole)
         parts = zip(views(self._values, self._parameters), self._parameters, strict=True)
@@ -51,16 +56,17 @@ class BufferSum:
             gradient = dense(parameter)
             self._reached[number] = gradient is not None or (self._reached[number] and not first)
             if first:
-                part.copy_(gradient) if gradient is not None else part.zero_()
+                _put(gradient, self._unit, part)
             elif gradient is not None:
-                part.add_(gradient, alpha=samples / self.first)
+                part.add_(gradient, alpha=self._unit * (samples / self.first))
         self.samples += samples
         return 0
 
     def take(self) -> Tensor:
         """float32 CPU (whole,): the mean over samples, at the end which parameters have one; another sum begins."""
         assert self._values is not None, "nothing was added"
-        found, factor = self._values, self.first / self.samples
+        found, factor = self._values, self.first / self.samples / self._unit
+        self._last = self.samples
         if found.device.type == "cpu":
             self._values = None
         else:
@@ -164,6 +170,18 @@ class LocalUpdates:
 
     def clear(self) -> None:
         self.samples = 0
+
+
+def _put(gradient: Tensor | None, factor: float, part: Tensor) -> None:
+    """``factor`` times a gradient, if there is one, into its part of a sum."""
+    if gradient is None:
+        part.zero_()
+    elif factor != 1.0 and gradient.dtype == part.dtype:
+        torch.mul(gradient, factor, out=part)
+    else:
+        part.copy_(gradient)
+        if factor != 1.0:
+            part.mul_(factor)
 
 
 def dense(parameter: Tensor) -> Tensor | None:

@@ -12,28 +12,33 @@ from collections.abc import Iterator
 
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
-from lightning_hivemind.engine.native.wire.speed import sent
+from lightning_hivemind.engine.native.wire.speed import line_of, sent
 
 #: that waits before a stream which libp2p carries: messages wait behind it
 CARRIED_BYTES = 64 << 10
 #: given to TLS at once, which counts the time-out for all of it: a slow connection is not a dead one
 TLS_BYTES = 64 << 10
+#: of a round trip, as the connection was made: one in the same house
+NEAR_S = 1e-3
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:
-    """Options of every connection."""
+    """Options of every connection, once it is made."""
     sock.settimeout(timeout_s)
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CARRIED_BYTES)
         return  # libp2p carries it, and what it does with TCP is its own affair
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_CONGESTION"):
-        # a loss on the way costs cubic most of its speed; a kernel without BBR keeps what it has
+        # a loss on the way costs cubic most of its speed, but where an answer comes at once it has that back at once,
+        # and BBR's clock takes up to twice the processor's time; a kernel keeps what it has instead of what it lacks
+        line = line_of(sock)
+        near = line is not None and line.round_trip_s < NEAR_S
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic" if near else b"bbr")
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
 
