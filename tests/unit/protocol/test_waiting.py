@@ -1,0 +1,92 @@
+"""One peer lives and is connected, but of what it says and hears only that gets through which Hypothesis lets through:
+the others wait for it no longer than is stated (I5), and go on."""
+
+from __future__ import annotations
+
+import typing
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lightning_hivemind.engine.native.protocol import messages
+from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp
+from lightning_hivemind.engine.native.protocol.messages import Message
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from swarm.table import Data, Table
+
+SETTINGS = Settings(run="run", target_samples=16, chunks=3, matchmaking_s=1.0, stall_s=1.0, round_s=3.0)
+HONEST, MUTE = ["a", "b", "c"], "mute"
+KINDS: list[type] = [*typing.get_args(messages.Message), Data]
+#: until one that does not call, or join, is passed over twice, and a round that it holds up is over
+LONGEST_S = 2 * SETTINGS.matchmaking_s + SETTINGS.round_s
+
+
+class WithStates(Table):
+    """A state is there as soon as it is asked for."""
+
+    def _do(self, name: str, action: Action) -> None:
+        super()._do(name, action)
+        if isinstance(action, CatchUp):
+            self.peers[name].adopt(action.head, action.commits, self.now)
+
+
+class Waiting(RuleBasedStateMachine):
+    """All train on and on; what gets through between one of them and the others changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = WithStates([*HONEST, MUTE], SETTINGS)
+        self.table.hold = self._is_lost
+        #: what is lost on its way from it to whom, and to it from whom
+        self.unsaid: set[tuple[type, str]] = set()
+        self.unheard: set[tuple[type, str]] = set()
+        self.steps, self.since = 0, 0.0
+
+    def _is_lost(self, sender: str, receiver: str, what: Message | Data) -> bool:
+        if MUTE not in (sender, receiver) or sender == receiver:
+            return False
+        return (type(what), receiver) in self.unsaid if sender == MUTE else (type(what), sender) in self.unheard
+
+    @rule(kinds=st.sets(st.sampled_from(KINDS)), others=st.sets(st.sampled_from(HONEST)))
+    def it_says_less(self, kinds: set[type], others: set[str]) -> None:
+        self.unsaid = {(kind, other) for kind in kinds for other in others}
+
+    @rule(kinds=st.sets(st.sampled_from(KINDS)), others=st.sets(st.sampled_from(HONEST)))
+    def it_hears_less(self, kinds: set[type], others: set[str]) -> None:
+        self.unheard = {(kind, other) for kind in kinds for other in others}
+
+    @rule()
+    def it_says_nothing(self) -> None:
+        self.unsaid = {(kind, other) for kind in KINDS for other in HONEST}
+
+    @rule()
+    def all_gets_through(self) -> None:
+        self.unsaid, self.unheard = set(), set()
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]), it_trains=st.booleans())
+    def time_passes(self, seconds: float, it_trains: bool) -> None:
+        table, end = self.table, self.table.now + seconds
+        while table.now < end:
+            for name in [*HONEST, MUTE] if it_trains else HONEST:
+                table.train(**{name: table.peers[name].samples + SETTINGS.target_samples // 4})
+            table.wait(0.1)
+            steps = max(len(table.applied[name]) for name in HONEST)
+            if steps > self.steps:
+                self.steps, self.since = steps, table.now
+
+    @invariant()
+    def nobody_is_kept_waiting(self) -> None:
+        waited = self.table.now - self.since
+        assert waited <= LONGEST_S, f"no step for {waited:.1f} s"
+
+    def teardown(self) -> None:
+        self.all_gets_through()
+        self.time_passes(LONGEST_S, True)
+        before = len(self.table.applied[MUTE])
+        self.time_passes(LONGEST_S, True)
+        assert len(self.table.applied[MUTE]) > before, "it makes no steps any more"
+
+
+Waiting.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+TestWaiting = Waiting.TestCase
