@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
+from lightning_hivemind.engine.native import memory as module
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.memory import Memory
 
@@ -55,6 +59,35 @@ def test_nothing_is_a_piece_too() -> None:
     memory = Memory()
     assert memory.floats(0).shape == (0,)
     assert memory.bytes(0).shape == (0,)
+
+
+def test_pinned_memory_is_for_vectors_and_used_again_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[Any] = []
+
+    def piece(count: int) -> Any:
+        pieces.append(np.zeros(count, np.uint8))
+        return pieces[-1]
+
+    monkeypatch.setattr(module, "pinned_piece", piece)
+    memory = Memory(kept_bytes=1 << 20, pinned=True)
+    vector = memory.floats(1000)
+    assert [one.ctypes.data for one in pieces] == [vector.data_ptr()]
+    place = vector.data_ptr()
+    del vector
+    assert memory.bytes(4000).data_ptr() != place
+    assert memory.floats(1000).data_ptr() == place
+    assert len(pieces) == 1
+
+
+def test_where_there_is_no_pinned_memory_it_is_of_the_usual_kind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(module.torch, "empty", none)
+    assert module.pinned_piece(1000).shape == (1000,)
+    assert "no pinned memory" in caplog.text
 
 
 def test_many_threads_never_share_a_piece() -> None:

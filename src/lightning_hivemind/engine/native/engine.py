@@ -59,7 +59,7 @@ class NativeEngine:
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
         name = "state_averaging_compression" if local else "grad_compression"
         self._coding = map_codec(getattr(arguments, name), name)
-        self._memory = Memory()
+        self._memory = Memory(pinned=any(p.device.type == "cuda" for p in self._stepper.model_parameters))
         self._stepper.low_rank = low_rank = make_low_rank(arguments, self._stepper, self._memory)
         self._gradients = Gradients(
             network.peer_id,

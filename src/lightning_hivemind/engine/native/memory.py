@@ -4,6 +4,7 @@ maps it page by page, and the allocator returns it at once when it is free.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import weakref
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from lightning_hivemind.platform import advise_memory
 
+log = logging.getLogger("lightning_hivemind")
+
 _POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 _POPULATED_BYTES = 4 << 20
 _DONT_NEED = 4
@@ -26,42 +29,57 @@ class Memory:
 
     Args:
         kept_bytes: of pieces that nobody uses; what is more goes back to the system.
+        pinned: :meth:`floats` may not be moved by the system, so that a GPU copies from and to them by itself.
     """
 
-    def __init__(self, kept_bytes: int = 0) -> None:
-        self.kept_bytes = kept_bytes
+    def __init__(self, kept_bytes: int = 0, *, pinned: bool = False) -> None:
+        self.kept_bytes, self._pinned = kept_bytes, pinned
         self._lock = threading.RLock()  # a collection of garbage may take a piece back within it
-        self._free: defaultdict[int, list[Any]] = defaultdict(list)
+        #: by their bytes, and whether they are pinned
+        self._free: defaultdict[tuple[int, bool], list[Any]] = defaultdict(list)
         self._free_bytes = 0
 
     def bytes(self, count: int) -> Tensor:
         """uint8 CPU (count,) with anything in it."""
-        with self._lock:
-            pieces = self._free[count]
-            piece = pieces.pop() if pieces else None
-            self._free_bytes -= count if piece is not None else 0
-        if piece is None:
-            piece = np.empty(count, np.uint8)  # by numpy, which asks for large pages: half as dear as torch's
-        lease = piece.view()
-        weakref.finalize(lease, self._take_back, piece).atexit = False
-        return torch.from_numpy(lease)  # it, and all that shares its memory, keep the lease alive
+        return self._piece(count, pinned=False)
 
     def floats(self, count: int) -> Tensor:
         """float32 CPU (count,) with anything in it."""
-        return self.bytes(4 * count).view(torch.float32) if count else torch.empty(0)
+        return self._piece(4 * count, pinned=self._pinned).view(torch.float32) if count else torch.empty(0)
+
+    def _piece(self, count: int, *, pinned: bool) -> Tensor:
+        with self._lock:
+            pieces = self._free[count, pinned]
+            piece = pieces.pop() if pieces else None
+            self._free_bytes -= count if piece is not None else 0
+        if piece is None:
+            # by numpy, which asks for large pages: half as dear as torch's
+            piece = pinned_piece(count) if pinned else np.empty(count, np.uint8)
+        lease = piece.view()
+        weakref.finalize(lease, self._take_back, piece, pinned=pinned).atexit = False
+        return torch.from_numpy(lease)  # it, and all that shares its memory, keep the lease alive
 
     def give(self, memory: Tensor, count: int) -> None:
         """A piece of ``count`` bytes, the first of ``memory``, uint8 CPU, that nobody uses any more."""
         if 0 < count <= memory.numel():
             begin, length = _pages(memory[count:])
             advise_memory(begin, length, _DONT_NEED)  # else the piece would keep all of it
-            self._take_back(memory.numpy()[:count])
+            self._take_back(memory.numpy()[:count], pinned=False)
 
-    def _take_back(self, piece: Any) -> None:
+    def _take_back(self, piece: Any, *, pinned: bool) -> None:
         with self._lock:
             if self._free_bytes + piece.nbytes <= self.kept_bytes:
-                self._free[piece.nbytes].append(piece)
+                self._free[piece.nbytes, pinned].append(piece)
                 self._free_bytes += piece.nbytes
+
+
+def pinned_piece(count: int) -> Any:
+    """uint8 (count,), an array; where the system has no such memory to give, of the usual kind."""
+    try:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True).numpy()
+    except RuntimeError as error:
+        log.warning("no pinned memory for %.0f MB, copies from and to the GPU are slower: %s", count / 1e6, error)
+        return np.empty(count, np.uint8)
 
 
 def populate(piece: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.memory import Memory
+from lightning_hivemind.engine.native.transfer import Transfer
 
 
 class BufferSum:
@@ -22,7 +23,8 @@ class BufferSum:
     def __init__(self, parameters: Sequence[Tensor], memory: Memory, whole: int) -> None:
         self._parameters, self._memory, self._whole = parameters, memory, whole
         self.elements = sum(p.numel() for p in parameters)
-        device = parameters[0].device if parameters else torch.device("cpu")
+        device = _device_of(parameters)
+        self._transfer = Transfer(device)
         #: in host memory it is what will be given, and taken from there when it is needed
         self._values = torch.empty(self.elements, device=device) if device.type != "cpu" else None
         self.samples = self.first = self.epoch = 0
@@ -59,6 +61,7 @@ class BufferSum:
                 _put(gradient, self._unit, part)
             elif gradient is not None:
                 part.add_(gradient, alpha=self._unit * (samples / self.first))
+        self._transfer.written()
         self.samples += samples
         return 0
 
@@ -71,7 +74,7 @@ class BufferSum:
             self._values = None
         else:
             found = self._memory.floats(self._whole)
-            found[: self.elements].copy_(self._values)
+            self._transfer.fetch([(self._values, found[: self.elements])])
         if factor != 1.0:
             found[: self.elements].mul_(factor)
         self.samples = 0
@@ -87,6 +90,7 @@ class InPlaceSum:
 
     def __init__(self, parameters: Sequence[Tensor], memory: Memory, whole: int) -> None:
         self._parameters, self._memory, self._whole = parameters, memory, whole
+        self._transfer = Transfer(_device_of(parameters))
         self.elements = sum(p.numel() for p in parameters)
         self.samples = self.first = self.epoch = 0
         self.busy = self.lent = self._void = False
@@ -113,6 +117,7 @@ class InPlaceSum:
             return samples
         if not self.samples:
             self.epoch = epoch
+        self._transfer.written()
         self.samples += samples
         self._scale = scale
         return 0
@@ -120,10 +125,12 @@ class InPlaceSum:
     def take(self) -> Tensor:
         found = self._memory.floats(self._whole)
         factor = self.first / self.samples / self._scale
-        for part, parameter in zip(views(found, self._parameters), self._parameters, strict=True):
-            gradient = dense(parameter)
-            part.copy_(gradient) if gradient is not None else part.zero_()
-            if factor != 1.0:
+        parts = list(zip(views(found, self._parameters), self._parameters, strict=True))
+        self._transfer.fetch((sum_, part) for part, one in parts if (sum_ := dense(one)) is not None)
+        for part, parameter in parts:
+            if parameter.grad is None:
+                part.zero_()
+            elif factor != 1.0:
                 part.mul_(factor)
         reached = [parameter.grad is not None for parameter in self._parameters]
         found[self._whole - len(reached) :] = torch.tensor(reached).float()
@@ -170,6 +177,10 @@ class LocalUpdates:
 
     def clear(self) -> None:
         self.samples = 0
+
+
+def _device_of(parameters: Sequence[Tensor]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")
 
 
 def _put(gradient: Tensor | None, factor: float, part: Tensor) -> None:

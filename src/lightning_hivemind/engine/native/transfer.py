@@ -1,0 +1,53 @@
+"""From an accelerator into host memory: on a stream of its own, beside what the accelerator computes meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Transfer:
+    """See the module. Of what lies in host memory already it makes plain copies.
+
+    Args:
+        device: where the values are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._written: torch.cuda.Event | None = None
+
+    def written(self) -> None:
+        """What will be fetched is whole once the device has done what the calling thread has told it so far."""
+        if self._stream is not None:
+            self._written = torch.cuda.current_stream(self._stream.device).record_event()
+
+    def fetch(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy each first tensor into the second; comes back when all is there.
+
+        From any thread. What it tells the device afterwards may change the first ones.
+        """
+        if self._stream is None:
+            for source, target in pairs:
+                target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            if self._written is not None:
+                self._stream.wait_event(self._written)
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+
+def finish(device: torch.device) -> None:
+    """All that the calling thread has told the device is done: copies with ``non_blocking``, say."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, from and to which a device copies by itself."""
+    found = tensor.detach().to("cpu", copy=True)
+    return found.pin_memory() if tensor.device.type == "cuda" else found
