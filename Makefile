@@ -32,7 +32,8 @@ test-full: ## all swarm tests on both engines, and the unit tests
 hostile: ## random faults, lies and broken frames, SEEDS=first:last of each; 10,000 take about an hour
 	@$(SETUP) test
 	SEEDS=$(SEEDS) $(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit/protocol/test_hostile.py \
-		tests/unit/protocol/test_every_message.py tests/unit/protocol/test_liar.py tests/unit/native/test_fuzz.py $(ARGS)
+		tests/unit/protocol/test_every_message.py tests/unit/protocol/test_liar.py \
+		tests/unit/protocol/test_state_machine.py tests/unit/protocol/test_waiting.py tests/unit/native/test_fuzz.py $(ARGS)
 
 check: ## ruff and mypy
 	@$(SETUP) test dev

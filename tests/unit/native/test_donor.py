@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.state import donor as donor_module
+from lightning_hivemind.engine.native.state import download
 from lightning_hivemind.engine.native.state.donor import Donor
 from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import Done, WantsDescription, WantsRange
@@ -355,7 +357,15 @@ class Inhabitant:
         settings = Settings(run="run", target_samples=64, chunks=1)
         self.driver = Driver(Peer(settings, name, b"life"), handover, Layout(1), [Exact()])
         links = town.add(name, self.driver)
-        self.donor, self.downloads = Donor(links.send, lambda known: state), Downloads(links.send, 10.0, StateMemory())
+        self.ranges = 0
+
+        def send(peer: str, header: Header, payload: Payload = ()) -> None:
+            if header.kind is Kind.STATE and header.chunk:
+                self.ranges += 1
+                time.sleep(0.1)  # else one has sent all before the other has described it
+            links.send(peer, header, payload)
+
+        self.donor, self.downloads = Donor(send, lambda known: state), Downloads(links.send, 10.0, StateMemory())
         self.driver.start(links, self.donor, self.downloads)
 
     def close(self) -> None:
@@ -365,7 +375,11 @@ class Inhabitant:
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["all stay", "one leaves"])
 @pytest.mark.parametrize("secure", [True, False], ids=["TLS", "in the clear"])
-def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) -> None:
+def test_over_sockets_a_state_comes_from_two_donors(
+    secure: bool, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "STAGGER_S", 0.0)
+    monkeypatch.setattr(download, "WORTH_S", 0.0)
     before, town = set(threading.enumerate()), Town(secure=secure)
     elements = 5 * RANGE_BYTES // 4 + 17
     state = take_state(optimizer(1, elements), [], [], Trail(Head(epoch=1, lineage=b"x" * 16, samples=100))).described()
@@ -383,6 +397,7 @@ def test_over_sockets_a_state_comes_from_two_donors(secure: bool, leaves: bool) 
         assert found is not None
         description, memory = found
         assert torch.equal(memory, state.content.copy())
+        assert all(donor.ranges for donor in donors[leaves:]), "one has sent all of it"
         install(description, memory, joiner, [], [])
         assert torch.equal(joiner.param_groups[0]["params"][0], optimizer(1, elements).param_groups[0]["params"][0])
     finally:

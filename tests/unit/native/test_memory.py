@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from lightning_hivemind.engine.native import memory as module
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.memory import Memory
 
@@ -61,33 +59,59 @@ def test_nothing_is_a_piece_too() -> None:
     assert memory.bytes(0).shape == (0,)
 
 
-def test_pinned_memory_is_for_vectors_and_used_again_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[Any] = []
+class Runtime:
+    """Of a GPU: which places are pinned."""
 
-    def piece(count: int) -> Any:
-        pieces.append(np.zeros(count, np.uint8))
-        return pieces[-1]
+    class cudaError:
+        success = 0
 
-    monkeypatch.setattr(module, "pinned_piece", piece)
-    memory = Memory(kept_bytes=1 << 20, pinned=True)
-    vector = memory.floats(1000)
-    assert [one.ctypes.data for one in pieces] == [vector.data_ptr()]
-    place = vector.data_ptr()
-    del vector
-    assert memory.bytes(4000).data_ptr() != place
-    assert memory.floats(1000).data_ptr() == place
-    assert len(pieces) == 1
+    def __init__(self, room: int) -> None:
+        self.room, self.pinned = room, {}
+        self.pinned: dict[int, int]
+        self.asked = 0
+
+    def cudaHostRegister(self, address: int, count: int, _: int) -> int:
+        self.asked += 1
+        if sum(self.pinned.values()) + count > self.room:
+            return 2
+        self.pinned[address] = count
+        return self.cudaError.success
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
 
 
-def test_where_there_is_no_pinned_memory_it_is_of_the_usual_kind(
+def test_vectors_beside_a_gpu_are_pinned_until_they_go_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(room=1 << 30)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = Memory(kept_bytes=4000, pinned=True)
+    vectors = [memory.floats(1000) for _ in range(3)]
+    others = memory.bytes(4000), memory.scratch(1000)
+    assert runtime.pinned == {one.data_ptr(): mmap.PAGESIZE for one in vectors}
+    place = vectors[0].data_ptr()
+    del vectors[0]
+    del others
+    assert memory.floats(1000).data_ptr() == place, "a vector is used again as a vector"
+    vectors.clear()
+    gc.collect()
+    assert len(runtime.pinned) == 1, "no more than is kept"
+    memory.give(torch.zeros(10_000, dtype=torch.uint8), 4000)  # which is not pinned
+    assert memory.floats(1000).data_ptr() in runtime.pinned
+    del memory
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_where_no_more_can_be_pinned_it_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(*_: Any, **__: Any) -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(module.torch, "empty", none)
-    assert module.pinned_piece(1000).shape == (1000,)
-    assert "no pinned memory" in caplog.text
+    runtime = Runtime(room=mmap.PAGESIZE)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = Memory(kept_bytes=1 << 20, pinned=True)
+    vectors = [memory.floats(1000) for _ in range(4)]
+    assert len(vectors) == 4
+    assert runtime.asked == 2
+    assert caplog.text.count("no pinned memory") == 1
 
 
 def test_many_threads_never_share_a_piece() -> None:

@@ -41,7 +41,8 @@ class Waiting(RuleBasedStateMachine):
         #: what is lost on its way from it to whom, and to it from whom
         self.unsaid: set[tuple[type, str]] = set()
         self.unheard: set[tuple[type, str]] = set()
-        self.steps, self.since = 0, 0.0
+        #: of each honest one: how many steps it has made, and when the last one
+        self.steps = dict.fromkeys(HONEST, (0, 0.0))
 
     def _is_lost(self, sender: str, receiver: str, what: Message | Data) -> bool:
         if MUTE not in (sender, receiver) or sender == receiver:
@@ -71,14 +72,15 @@ class Waiting(RuleBasedStateMachine):
             for name in [*HONEST, MUTE] if it_trains else HONEST:
                 table.train(**{name: table.peers[name].samples + SETTINGS.target_samples // 4})
             table.wait(0.1)
-            steps = max(len(table.applied[name]) for name in HONEST)
-            if steps > self.steps:
-                self.steps, self.since = steps, table.now
+            for name, (before, _) in self.steps.items():
+                if (steps := len(table.applied[name])) > before:
+                    self.steps[name] = steps, table.now
 
     @invariant()
     def nobody_is_kept_waiting(self) -> None:
-        waited = self.table.now - self.since
-        assert waited <= LONGEST_S, f"no step for {waited:.1f} s"
+        for name, (_, since) in self.steps.items():
+            waited = self.table.now - since
+            assert waited <= LONGEST_S, f"{name} has made no step for {waited:.1f} s"
 
     def teardown(self) -> None:
         self.all_gets_through()

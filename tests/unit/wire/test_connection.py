@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_hivemind.engine.native.wire.connection import close, read_exactly, tune, write
+from lightning_hivemind.engine.native.wire import connection
+from lightning_hivemind.engine.native.wire.connection import close, follow_line, read_exactly, tune, write
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
-from lightning_hivemind.engine.native.wire.speed import sent
+from lightning_hivemind.engine.native.wire.speed import Line, line_of, sent
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 
 SIZE, BUFFER, TIMEOUT_S = 256 << 10, 16 << 10, 0.3
@@ -72,3 +73,54 @@ def test_a_line_that_stands_still_is_given_up(pair: Pair) -> None:
     with pytest.raises(TimeoutError):
         write(writes, Header(kind=Kind.RESULT, length=8 * SIZE), (bytes(8 * SIZE),))
     stops.join()
+
+
+def congestion(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@pytest.fixture
+def plain() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        writes = socket.create_connection(listener.getsockname())
+        reads, _ = listener.accept()
+    yield writes
+    close(writes)
+    close(reads)
+
+
+def seen(round_trip_s: float, answer_s: float = 0.0) -> Line:
+    return Line(round_trip_s=round_trip_s, answer_s=answer_s, packets=0, lost=0)
+
+
+def test_bbr_is_for_lines_on_which_an_answer_takes_its_time(
+    plain: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        before = congestion(plain)
+        monkeypatch.setattr(connection, "line_of", lambda _: seen(50e-3))
+        tune(plain, TIMEOUT_S)
+        if congestion(plain) != b"bbr":
+            pytest.skip("the system has no BBR")
+        monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3))
+        tune(plain, TIMEOUT_S)
+        assert congestion(plain) != b"bbr"
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, before)
+    except (OSError, AttributeError):
+        pytest.skip("the system does not let one choose")
+    tune(plain, TIMEOUT_S)
+    assert congestion(plain) == before, "the system's own choice stands on a near line"
+    monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3, 1e-3))
+    follow_line(plain)
+    assert congestion(plain) == before
+    monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3, 0.2))
+    follow_line(plain)
+    assert congestion(plain) == b"bbr", "it is thin, and full"
+
+
+def test_how_long_an_answer_takes_is_seen(plain: socket.socket) -> None:
+    line = line_of(plain)
+    if line is None:
+        pytest.skip("the system does not say")
+    assert 0.0 < line.round_trip_s <= line.answer_s < 0.5

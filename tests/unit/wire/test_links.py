@@ -203,7 +203,7 @@ def long_line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     def line_of(sock: socket.socket) -> Line:
         sent = next(packets)
-        return Line(round_trip_s=0.1, packets=sent, lost=int(request.param * sent))
+        return Line(round_trip_s=0.1, answer_s=0.1, packets=sent, lost=int(request.param * sent))
 
     monkeypatch.setattr(lanes, "line_of", line_of)
     monkeypatch.setattr(lanes, "has_bbr", lambda sock: False)

@@ -66,7 +66,7 @@ class Exchange:
         self._taken: dict[int, int] = {}
         #: what codecs have left out of this peer's contribution, and of the averages of chunks that it has reduced
         self._leaves_out = any(codec.leaves_out for codec in codecs)
-        self._unsent = self._memory.floats(layout.elements if self._leaves_out else 0).zero_()
+        self._unsent = self._memory.scratch(layout.elements if self._leaves_out else 0).zero_()
         self._unsaid: dict[int, Tensor] = {}
 
     def begin(self, plan: Plan) -> None:
@@ -146,7 +146,7 @@ class Exchange:
         size, total = self._layout.size(chunk), sum(one.samples for one in contributions)
         target = self.result[self._layout.span(chunk)]
         codec = self._codecs[chunk]
-        values = self._memory.floats(0 if isinstance(codec, Exact) else size)
+        values = self._memory.scratch(0 if isinstance(codec, Exact) else size)
         for number, one in enumerate(contributions):
             data = self._inputs[chunk, one.peer]
             if isinstance(codec, Exact):
@@ -160,7 +160,7 @@ class Exchange:
                 target.add_(values, alpha=weight)
         if not _finite(target):  # as soon as one input is not, or their sum overflows
             self._refuse(chunk, contributions)
-        average = self._memory.floats(size).copy_(target) if codec.leaves_out else target
+        average = self._memory.scratch(size).copy_(target) if codec.leaves_out else target
         data = codec.encode(target, self._memory)
         self._reduced[chunk] = data, checksum(data)
         codec.decode(data, target)  # what the others will have

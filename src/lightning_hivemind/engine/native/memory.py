@@ -29,7 +29,7 @@ class Memory:
 
     Args:
         kept_bytes: of pieces that nobody uses; what is more goes back to the system.
-        pinned: :meth:`floats` may not be moved by the system, so that a GPU copies from and to them by itself.
+        pinned: vectors of :meth:`floats` stay where they are, so that a GPU copies from and to them by itself.
     """
 
     def __init__(self, kept_bytes: int = 0, *, pinned: bool = False) -> None:
@@ -43,6 +43,10 @@ class Memory:
         """uint8 CPU (count,) with anything in it."""
         return self._piece(count, pinned=False)
 
+    def scratch(self, count: int) -> Tensor:
+        """float32 CPU (count,) with anything in it, which no device copies from or to."""
+        return self.bytes(4 * count).view(torch.float32) if count else torch.empty(0)
+
     def floats(self, count: int) -> Tensor:
         """float32 CPU (count,) with anything in it."""
         return self._piece(4 * count, pinned=self._pinned).view(torch.float32) if count else torch.empty(0)
@@ -52,16 +56,18 @@ class Memory:
             pieces = self._free[count, pinned]
             piece = pieces.pop() if pieces else None
             self._free_bytes -= count if piece is not None else 0
+        if piece is None and pinned:
+            piece = pinned_piece(count)
+            pinned = self._pinned = piece is not None  # if not now, never again
         if piece is None:
-            # by numpy, which asks for large pages: half as dear as torch's
-            piece = pinned_piece(count) if pinned else np.empty(count, np.uint8)
+            piece = np.empty(count, np.uint8)  # by numpy, which asks for large pages: half as dear as torch's
         lease = piece.view()
         weakref.finalize(lease, self._take_back, piece, pinned=pinned).atexit = False
         return torch.from_numpy(lease)  # it, and all that shares its memory, keep the lease alive
 
     def give(self, memory: Tensor, count: int) -> None:
         """A piece of ``count`` bytes, the first of ``memory``, uint8 CPU, that nobody uses any more."""
-        if 0 < count <= memory.numel():
+        if 0 < count <= memory.numel() and not self._pinned:
             begin, length = _pages(memory[count:])
             advise_memory(begin, length, _DONT_NEED)  # else the piece would keep all of it
             self._take_back(memory.numpy()[:count], pinned=False)
@@ -73,13 +79,18 @@ class Memory:
                 self._free_bytes += piece.nbytes
 
 
-def pinned_piece(count: int) -> Any:
-    """uint8 (count,), an array; where the system has no such memory to give, of the usual kind."""
-    try:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True).numpy()
-    except RuntimeError as error:
-        log.warning("no pinned memory for %.0f MB, copies from and to the GPU are slower: %s", count / 1e6, error)
-        return np.empty(count, np.uint8)
+def pinned_piece(count: int) -> Any | None:
+    """uint8 (count,), an array that the system keeps where it is until it is gone; None if it does not."""
+    whole = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = np.empty(whole + mmap.PAGESIZE, np.uint8)
+    begin = -room.ctypes.data % mmap.PAGESIZE
+    piece, address = room[begin : begin + count], room.ctypes.data + begin  # of pages that nobody else has a part of
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if (error := runtime.cudaHostRegister(address, whole, 0)) != runtime.cudaError.success:
+        log.warning("no pinned memory, so copies from and to the GPU are slower: %s", error)
+        return None
+    weakref.finalize(piece, runtime.cudaHostUnregister, address).atexit = False
+    return piece
 
 
 def populate(piece: Tensor) -> None:

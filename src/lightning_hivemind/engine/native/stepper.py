@@ -29,7 +29,7 @@ from lightning_hivemind.engine.native.state.snapshot import (
 )
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
-from lightning_hivemind.engine.native.transfer import finish, host_copy
+from lightning_hivemind.engine.native.transfer import copy, finish
 from lightning_hivemind.errors import ArgumentError
 
 
@@ -64,7 +64,7 @@ class Stepper:
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
-            copies = [host_copy(p).requires_grad_(p.requires_grad) for p in self._model]
+            copies = [p.detach().to("cpu", copy=True).requires_grad_(p.requires_grad) for p in self._model]
             self.optimizer = training.rebuild_optimizer(_over(training.optimizer, copies))
         #: which parameters are trained is fixed now: the others' vectors have the same ones
         self._trained = [p.requires_grad for p in self._model]
@@ -168,9 +168,7 @@ class Stepper:
         self.statistics.publish()
         for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
             if mine is not stepped:
-                mine.copy_(stepped, non_blocking=True)
-        if self._model:
-            finish(self._model[0].device)  # before the next step changes what is copied
+                mine.copy_(stepped)
 
     def load(self, optimizer_state: Mapping[str, Any], head: Head) -> None:
         """Continue from a checkpoint, whose parameters the model has already."""
@@ -304,9 +302,9 @@ class Stepper:
                 parameter.grad = part.to(parameter.dtype)
             elif gradient is None or gradient.is_sparse:
                 parameter.grad = torch.empty_like(parameter)  # as it lies: fused optimizers do not look
-                parameter.grad.copy_(part, non_blocking=True)
+                copy(part, parameter.grad)
             else:
-                gradient.copy_(part, non_blocking=True)
+                copy(part, gradient)
         if self._model:
             finish(_parameters(self.optimizer)[0].device)  # before the average's memory is used again
         return start

@@ -98,7 +98,7 @@ class InPlaceSum:
 
     def weight(self, samples: int) -> float:
         if not self.samples or self._void:
-            self.first = samples
+            self.first = max(1, samples)
         return samples / self.first
 
     def begin_batch(self) -> None:

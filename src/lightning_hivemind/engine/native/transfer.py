@@ -37,17 +37,19 @@ class Transfer:
             if self._written is not None:
                 self._stream.wait_event(self._written)
             for source, target in pairs:
-                target.copy_(source, non_blocking=True)
+                copy(source, target)
         self._stream.synchronize()
 
 
+def copy(source: Tensor, target: Tensor) -> None:
+    """Begin to copy between a device and pinned memory, if nothing is to be converted: see :func:`finish`.
+
+    (What is to be is copied at once, and converted in host memory: a device may have no room for it.)
+    """
+    target.copy_(source, non_blocking=source.dtype == target.dtype and source.stride() == target.stride())
+
+
 def finish(device: torch.device) -> None:
-    """All that the calling thread has told the device is done: copies with ``non_blocking``, say."""
+    """All that the calling thread has told the device is done: copies that have begun, say."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory, from and to which a device copies by itself."""
-    found = tensor.detach().to("cpu", copy=True)
-    return found.pin_memory() if tensor.device.type == "cuda" else found

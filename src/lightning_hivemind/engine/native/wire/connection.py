@@ -20,6 +20,8 @@ CARRIED_BYTES = 64 << 10
 TLS_BYTES = 64 << 10
 #: of a round trip, as the connection was made: one in the same house
 NEAR_S = 1e-3
+#: of an answer, on a line that is full
+FULL_S = 20e-3
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
@@ -32,19 +34,32 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CARRIED_BYTES)
         return  # libp2p carries it, and what it does with TCP is its own affair
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_CONGESTION"):
-        # a loss on the way costs cubic most of its speed, but where an answer comes at once it has that back at once,
-        # and BBR's clock takes up to twice the processor's time; a kernel keeps what it has instead of what it lacks
-        line = line_of(sock)
-        near = line is not None and line.round_trip_s < NEAR_S
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic" if near else b"bbr")
+    line = line_of(sock)
+    _control(sock, near=line is not None and line.round_trip_s < NEAR_S)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
 
 
+def follow_line(sock: socket.socket) -> None:
+    """A line that was taken for a near one, and is thin, or loses packets, is like a far one: see :func:`tune`."""
+    if not has_bbr(sock) and (line := line_of(sock)) is not None and line.answer_s > FULL_S:
+        _control(sock, near=False)
+
+
+def _control(sock: socket.socket, *, near: bool) -> None:
+    """Who decides how much is on the way at a time.
+
+    A loss costs cubic most of its speed, and it fills whatever can be filled, behind which messages wait: so BBR. But
+    where an answer comes at once, BBR's clock takes up to twice the processor's time. The kernel's own choice, if it is
+    another one, stands there; and it keeps what it has instead of what it lacks.
+    """
+    if hasattr(socket, "TCP_CONGESTION") and near == has_bbr(sock):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic" if near else b"bbr")
+
+
 def has_bbr(sock: socket.socket) -> bool:
-    """Whether :func:`tune` got it: a lost packet does not slow this connection down."""
+    """Whether it is BBR's: a lost packet does not slow this connection down."""
     try:
         return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
     except (OSError, AttributeError):

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import pieces, wake, write
+from lightning_hivemind.engine.native.wire.connection import follow_line, pieces, wake, write
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
@@ -120,6 +120,7 @@ class Outlet:
             while not self.reach.closed and not self.reach.improved:
                 header, payload = self._next(header)
                 if header in self._unsent:
+                    follow_line(sock)
                     self._lanes.open_more(sock)
                 waits = self._queue_of(header) is not self._urgent
                 for piece in pieces(header, payload):

@@ -21,8 +21,8 @@ SMOOTHING = 0.5
 #: of struct tcp_info (linux/tcp.h): bytes confirmed; microseconds with something to send; those of them in which the
 #: other end had no room
 _ACKED, _BUSY, _NO_ROOM, _BYTES = 120, 168, 176, 184
-#: packets sent again; the shortest round trip that was seen, in microseconds; packets with data
-_LOST, _ROUND_TRIP, _PACKETS = 100, 148, 156
+#: packets sent again; the shortest round trip that was seen, in microseconds; packets with data; the usual round trip
+_LOST, _ROUND_TRIP, _PACKETS, _ANSWER = 100, 148, 156, 68
 
 
 class Speed:
@@ -63,9 +63,10 @@ def sent(sock: socket.socket) -> tuple[int, float] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """``round_trip_s`` without what waits on the line; packets that were sent, and those that were sent again."""
+    """``round_trip_s`` without what waits on the line, ``answer_s`` with it; packets sent, and those sent again."""
 
     round_trip_s: float
+    answer_s: float
     packets: int
     lost: int
 
@@ -74,8 +75,9 @@ def line_of(sock: socket.socket) -> Line | None:
     """The line that it goes over, as seen so far; None if the system does not say."""
     if (info := _tcp_info(sock)) is None:
         return None
-    lost, round_trip, packets = (struct.unpack_from("=I", info, at)[0] for at in (_LOST, _ROUND_TRIP, _PACKETS))
-    return Line(round_trip_s=round_trip / 1e6, packets=packets, lost=lost)
+    places = (_LOST, _ROUND_TRIP, _PACKETS, _ANSWER)
+    lost, round_trip, packets, answer = (struct.unpack_from("=I", info, at)[0] for at in places)
+    return Line(round_trip_s=round_trip / 1e6, answer_s=answer / 1e6, packets=packets, lost=lost)
 
 
 def _tcp_info(sock: socket.socket) -> bytes | None:
