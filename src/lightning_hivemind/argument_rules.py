@@ -7,6 +7,7 @@ cannot be imported; a test compares them with the installed hivemind.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -259,17 +260,26 @@ def needless(arguments: Any) -> list[str]:
 
 
 def _sent_by_hivemind(name: str, codec: Any) -> None:
-    from lightning_hivemind.codecs.native import native_parts  # imports hivemind
+    from lightning_hivemind.codecs import BlockwiseQuantization  # imports hivemind
+    from lightning_hivemind.codecs.native import NativeCompression, parts_of
 
-    for part in native_parts(codec):
+    for part in parts_of(codec):
         wrong = f"hivemind has no wire format for {type(part).__name__}"
-        raise refusal(name, codec, wrong, 'use engine="native", or Float16Compression() or Uniform8BitQuantization()')
+        fix = 'use engine="native", or Float16Compression() or Uniform8BitQuantization()'
+        if isinstance(part, BlockwiseQuantization):
+            if importlib.util.find_spec("bitsandbytes") is not None:
+                continue
+            wrong = "BlockwiseQuantization needs the package bitsandbytes, which is not installed"
+            fix = f"pip install bitsandbytes on every peer; or {fix}"
+        elif not isinstance(part, NativeCompression):
+            continue
+        raise refusal(name, codec, wrong, fix)
 
 
 def _left_out_can_be_sent_later(name: str, values: Values) -> None:
-    from lightning_hivemind.codecs.native import TopKCompression, native_parts  # imports hivemind
+    from lightning_hivemind.codecs.native import TopKCompression, parts_of  # imports hivemind
 
-    if not any(isinstance(part, TopKCompression) for part in native_parts(values[name])):
+    if not any(isinstance(part, TopKCompression) for part in parts_of(values[name])):
         return
     wrong = "what TopKCompression leaves out is sent later, with gradients as they are"
     fix = "use another codec, such as Blockwise4BitQuantization()"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import os
 import pickle
@@ -12,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import hivemind.compression
 import pytest
 import torch
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
@@ -331,6 +333,25 @@ PUBLISHED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("arguments", PUBLISHED, ids=["+".join(one) for one in PUBLISHED])
 def test_what_was_published_is_taken_by_every_engine(arguments: dict[str, Any], engine: str) -> None:
     create(engine=engine, **arguments)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_is_needed_where_hivemind_s_wire_format_is(
+    engine: str, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else real(name, *rest)
+    )
+    codec: Any = hivemind.compression.BlockwiseQuantization()
+    if nested:
+        codec = SizeAdaptiveCompression(9, Float16Compression(), codec)
+    if engine == "native":
+        create(engine=engine, grad_compression=codec)
+        return
+    with pytest.raises(ArgumentError, match="pip install bitsandbytes on every peer; or use engine="):
+        create(engine=engine, grad_compression=codec)
 
 
 @pytest.mark.parametrize("arguments", ALLOWED, ids=["+".join(one) for one in ALLOWED])

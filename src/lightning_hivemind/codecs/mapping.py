@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +40,7 @@ def map_codec(obj: Any, name: str = "compression") -> stock.CompressionBase:
         name: the argument that it was given as, for messages.
 
     Raises:
-        ArgumentError: not a codec, or one that needs a package that is not installed.
+        ArgumentError: not a codec.
     """
     if obj is None:
         return stock.NoCompression()
@@ -68,11 +67,6 @@ def map_codec(obj: Any, name: str = "compression") -> stock.CompressionBase:
                 obj, tensor_compressions={key: map_codec(one, f"{name}[{key!r}]") for key, one in given.items()}
             )
         return _with(obj, tensor_compressions=[map_codec(one, f"{name}[{i}]") for i, one in enumerate(given)])
-    if isinstance(obj, stock.BlockwiseQuantization) and importlib.util.find_spec("bitsandbytes") is None:
-        raise ArgumentError(
-            f"{name}=BlockwiseQuantization(): needs the package bitsandbytes, which is not installed; "
-            "pip install bitsandbytes on every peer, or use Uniform8BitQuantization()"
-        )
     ours = _OURS.get(type(obj))
     return obj if ours is None else _with(ours(), **vars(obj))
 

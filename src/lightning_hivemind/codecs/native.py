@@ -53,14 +53,13 @@ class TopKCompression(NativeCompression):
         return f"TopKCompression({self.kept}/{_BLOCK})"
 
 
-def native_parts(codec: Any) -> Iterator[NativeCompression]:
-    """Those codecs in ``codec``, at any depth, that hivemind cannot send."""
-    if isinstance(codec, NativeCompression):
-        yield codec
+def parts_of(codec: Any) -> Iterator[Any]:
+    """``codec``, and those in it at any depth."""
+    yield codec
     for name in ("less", "greater_equal"):
         if (part := getattr(codec, name, None)) is not None:
-            yield from native_parts(part)
+            yield from parts_of(part)
     for name in ("role_compressions", "tensor_compressions"):
         parts = getattr(codec, name, ())
         for part in parts.values() if isinstance(parts, Mapping) else parts:
-            yield from native_parts(part)
+            yield from parts_of(part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import hivemind
@@ -115,15 +114,6 @@ def test_mapping_leaves_the_given_object_alone() -> None:
 def test_what_is_no_codec_is_refused_with_the_place(wrong: object, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         map_codec(wrong, "grad_compression")
-
-
-def test_blockwise_without_bitsandbytes_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else real(name, *rest)
-    )
-    with pytest.raises(ArgumentError, match="pip install bitsandbytes"):
-        map_codec(stock.BlockwiseQuantization())
 
 
 def test_powersgd_is_the_class_of_hivemind() -> None:
