@@ -43,6 +43,22 @@ def test_three_peers_commit_in_one_instant() -> None:
     assert commit.samples == 24
 
 
+def test_who_was_not_in_a_round_hears_of_its_step_before_it_is_called_for_the_next() -> None:
+    """Where steps are as quick as messages, it would be one behind for ever."""
+    table = three()
+    table.hold = lambda sender, _, what: sender == THIRD and isinstance(what, (Join, Progress))
+    table.train(**{FIRST: 8, SECOND: 8})
+    table.wait(2 * SETTINGS.matchmaking_s)
+    (step,) = table.applied[FIRST]
+    assert THIRD not in {one.peer for one in step.contributions}
+    assert table.applied[THIRD] == [step]
+    table.hold = lambda *_: False
+    table.train(**{FIRST: 8, SECOND: 8, THIRD: 8})
+    table.flow()
+    assert table.applied[THIRD][1:] == table.applied[FIRST][1:]
+    assert {one.peer for one in table.applied[THIRD][1].contributions} == {FIRST, SECOND, THIRD}
+
+
 def test_a_peer_that_promised_to_take_no_commit_takes_none_in_its_next_round_either() -> None:
     table = three()
     table.hold = lambda sender, _, what: sender == FIRST and isinstance(what, Committed)

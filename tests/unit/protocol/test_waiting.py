@@ -65,12 +65,13 @@ class Waiting(RuleBasedStateMachine):
     def all_gets_through(self) -> None:
         self.unsaid, self.unheard = set(), set()
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]), it_trains=st.booleans())
-    def time_passes(self, seconds: float, it_trains: bool) -> None:
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]), it_trains=st.booleans(), share=st.sampled_from([1, 4]))
+    def time_passes(self, seconds: float, it_trains: bool, share: int) -> None:
+        """Each gives a ``share``-th of what a step needs at a time."""
         table, end = self.table, self.table.now + seconds
         while table.now < end:
             for name in [*HONEST, MUTE] if it_trains else HONEST:
-                table.train(**{name: table.peers[name].samples + SETTINGS.target_samples // 4})
+                table.train(**{name: table.peers[name].samples + SETTINGS.target_samples // share})
             table.wait(0.1)
             for name, (before, _) in self.steps.items():
                 if (steps := len(table.applied[name])) > before:
@@ -84,9 +85,9 @@ class Waiting(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.all_gets_through()
-        self.time_passes(LONGEST_S, True)
+        self.time_passes(LONGEST_S, True, 1)
         before = len(self.table.applied[MUTE])
-        self.time_passes(LONGEST_S, True)
+        self.time_passes(LONGEST_S, True, 1)
         assert len(self.table.applied[MUTE]) > before, "it makes no steps any more"
 
 

@@ -289,11 +289,16 @@ class Rounds:
         if joined is not None and joined.round != commit.round:
             self.leave("the others have committed another round", now)
             joined = None
+        led = self.leadership.coordinator(commit.round) is not None
         self._joined, self._member, self._inquiry = None, None, None
         self.leadership.committed(now)
         self._standing.advance(commit)
         members = set(member.plan.members) if member is not None else set()
         members |= {one.peer for one in commit.contributions}
+        for peer in self._roster.living() if led else ():
+            if peer not in members and self._roster.stands(peer, commit.parent):
+                # else it hears of this step when it is called for the next one, too late to be in that
+                self._send(peer, Committed(commit=commit))
         self._roster.moved(members, commit.parent, commit.head, now)
         if mine is not None:
             self._roster.samples = max(0, self._roster.samples - mine.samples)
