@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -16,14 +17,16 @@ from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.exchange import Exchange
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.messages import Missing
 from lightning_hivemind.engine.native.protocol.peer import Peer
-from lightning_hivemind.engine.native.protocol.plan import Offer
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
 from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.seam import Given
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
-from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES
+from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.errors import EngineStuckError, WireError
 from swarm.town import Town, wait_for
@@ -325,3 +328,61 @@ def test_what_is_too_long_is_refused_before_there_is_memory_for_it(runs: list[Ru
             driver.room("b", header)
     assert driver.room("b", Header(kind=Kind.INPUT, round=b"r" * 16, chunk=1, length=4000)) is not None
     assert driver.room("b", Header(kind=Kind.INPUT, round=b"x" * 16, chunk=1, length=4000)) is None, "of another round"
+
+
+@pytest.mark.parametrize("secure", [True, False], ids=["TLS", "in the clear"])
+def test_who_floods_is_read_no_further_until_there_is_time_for_it(
+    runs: list[Run], secure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to the sender, whose connection takes no more: nothing piles up in between but the kernel's buffers."""
+    limit, count = 2 << 20, 80
+    monkeypatch.setattr(driver_module, "WAITING_BYTES", limit)
+    run = Run(["a", "b", "c"], Layout(10), secure=secure)
+    runs.append(run)
+    driver, busy, go_on = run.drivers["b"], threading.Event(), threading.Event()
+
+    def takes_long(_: float) -> None:
+        busy.set()
+        go_on.wait(20.0)
+
+    driver._events.put(takes_long)
+    assert busy.wait(20.0)
+    data = encode(Missing(round=b"r" * 16, version=0, inputs=True, chunks=tuple(range(150_000))))
+    flood = Header(kind=Kind.MESSAGE, length=len(data))
+    for _ in range(count):
+        run.town.links["a"].send("b", flood, (data,))
+    waiting = driver._events._waiting
+    wait_for(lambda: waiting["a"] > limit - len(data), "as much waits as may")
+    time.sleep(0.3)
+    assert waiting["a"] <= limit
+    assert len(run.town.links["a"]._outlets["b"]._urgent) > count / 4, "it was all read, wherever it is"
+    run.town.links["c"].send("b", Header(kind=Kind.MESSAGE, length=len(data)), (data,))
+    wait_for(lambda: waiting["c"], "others are read all the same")
+    go_on.set()
+    wait_for(lambda: not waiting and not run.town.links["a"]._outlets["b"]._urgent, "all of it is seen to in the end")
+
+
+def test_who_sends_slowly_reduces_less(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(["a", "b", "slow"], Layout(60_000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    plans: list[Plan] = []
+    begin, rate = Exchange.begin, Links.upload_rate.fget
+    assert rate is not None
+
+    def begins(exchange: Exchange, plan: Plan) -> None:
+        plans.append(plan)
+        begin(exchange, plan)
+
+    def rate_of(links: Links) -> float:
+        return rate(links) * (0.8 if links is run.town.links["slow"] else 1.0)
+
+    monkeypatch.setattr(Exchange, "begin", begins)
+    monkeypatch.setattr(Links, "upload_rate", property(rate_of))
+    samples = dict.fromkeys(run.trainees, TARGET)
+    given = run.contribute(samples)
+    run.wait_for_commit(1)
+    owners = Counter(plans[0].owners)
+    assert owners["a"] == owners["b"]
+    assert 0 < owners["slow"] < owners["a"] / 2
+    for trainee in run.trainees.values():
+        assert torch.allclose(trainee.averages[0], mean(given, samples).float(), atol=1e-6)
