@@ -382,7 +382,7 @@ def test_who_sends_slowly_reduces_less(runs: list[Run], monkeypatch: pytest.Monk
     given = run.contribute(samples)
     run.wait_for_commit(1)
     owners = Counter(plans[0].owners)
-    assert owners["a"] == owners["b"]
+    assert abs(owners["a"] - owners["b"]) <= 1
     assert 0 < owners["slow"] < owners["a"] / 2
     for trainee in run.trainees.values():
         assert torch.allclose(trainee.averages[0], mean(given, samples).float(), atol=1e-6)
