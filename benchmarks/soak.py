@@ -19,7 +19,7 @@ import random
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -53,9 +53,8 @@ class Soak:
     def __init__(self, herd: Herd, every_s: float, seed: int) -> None:
         self.herd, self._every_s, self._chance = herd, every_s, random.Random(seed)
         self.sizes: dict[Peer, list[tuple[float, int, int, int]]] = defaultdict(list)
-        self.events: dict[str, int] = defaultdict(int)
-        #: when (`time.time`), and what happened to whom
-        self.struck: list[tuple[float, str]] = []
+        #: when (`time.time`), to whom, and what happened
+        self.struck: list[tuple[float, str, str]] = []
         self._due: list[tuple[float, Peer | None]] = []
 
     def run(self, seconds: float) -> None:
@@ -79,9 +78,9 @@ class Soak:
             self._due.remove(one)
             if one[1] is not None:
                 self.herd.thaw(one[1])
-                self.struck.append((time.time(), f"{one[1].name} thawed"))
+                self._note(one[1], "thawed")
             else:
-                self._count("restarted", self.herd.start())
+                self._note(self.herd.start(), "restarted")
 
     def _strike(self, now: float) -> None:
         living = self.herd.living
@@ -90,17 +89,21 @@ class Soak:
             return
         victim = self._chance.choice(victims)
         if self._chance.random() < 0.5:
-            self._count("killed", victim)
+            self._note(victim, "killed")
             self.herd.kill(victim)
             self._due.append((now + RESTART_S, None))
         else:
-            self._count("frozen", victim)
+            self._note(victim, "frozen")
             self.herd.freeze(victim)
             self._due.append((now + FROZEN_S, victim))
 
-    def _count(self, what: str, peer: Peer) -> None:
-        self.events[what] += 1
-        self.struck.append((time.time(), f"{peer.name} {what}"))
+    def _note(self, peer: Peer, what: str) -> None:
+        self.struck.append((time.time(), peer.name, what))
+
+    @property
+    def events(self) -> dict[str, int]:
+        """How often what happened; who is thawed was frozen, and is counted there."""
+        return Counter(what for _, _, what in self.struck if what != "thawed")
 
 
 def size_of(pid: int) -> tuple[int, int, int]:
@@ -151,7 +154,7 @@ def findings(soak: Soak) -> dict[str, Any]:
         "losses": [sum(losses[one]) / len(losses[one]) for one in sorted(losses)[:-1]],
         "twice": soak.herd.counted_twice(),
         "still_s": still_s,
-        "struck": [f"{at - until:.1f} s: {what}" for at, what in soak.struck if -RESTART_S < at - until < 0],
+        "struck": [f"{at - until:.1f} s: {who} {what}" for at, who, what in soak.struck if -RESTART_S < at - until < 0],
         "grown": [max(column) for column in zip(*grown, strict=True)] if grown else [],
         "peers_measured": len(grown),
         "events": dict(events),

@@ -263,17 +263,13 @@ def _sent_by_hivemind(name: str, codec: Any) -> None:
     from lightning_hivemind.codecs import BlockwiseQuantization  # imports hivemind
     from lightning_hivemind.codecs.native import NativeCompression, parts_of
 
+    fix = 'use engine="native", or Float16Compression() or Uniform8BitQuantization()'
     for part in parts_of(codec):
-        wrong = f"hivemind has no wire format for {type(part).__name__}"
-        fix = 'use engine="native", or Float16Compression() or Uniform8BitQuantization()'
-        if isinstance(part, BlockwiseQuantization):
-            if importlib.util.find_spec("bitsandbytes") is not None:
-                continue
+        if isinstance(part, NativeCompression):
+            raise refusal(name, codec, f"hivemind has no wire format for {type(part).__name__}", fix)
+        if isinstance(part, BlockwiseQuantization) and importlib.util.find_spec("bitsandbytes") is None:
             wrong = "BlockwiseQuantization needs the package bitsandbytes, which is not installed"
-            fix = f"pip install bitsandbytes on every peer; or {fix}"
-        elif not isinstance(part, NativeCompression):
-            continue
-        raise refusal(name, codec, wrong, fix)
+            raise refusal(name, codec, wrong, f"pip install bitsandbytes on every peer; or {fix}")
 
 
 def _left_out_can_be_sent_later(name: str, values: Values) -> None:

@@ -181,8 +181,8 @@ def test_a_peer_that_fails_in_a_round_leaves_it_and_trains_on(runs: list[Run]) -
     run.wait_for_commit(1, ["a", "b"])
     first = run.trainees["a"].commits[0].head
     wait_for(lambda: run.drivers["c"].status.head == first, "it follows: it hears of the commit, or of news")
-    assert trainee.returns in (["MemoryError: induced"], ["MemoryError: induced", "behind"])
-    assert trainee.averages in ([], [None]), "an average of a round that it was not in"
+    told = trainee.returns.pop(0), trainee.returns, trainee.averages
+    assert told in [("MemoryError: induced", ["behind"], []), ("MemoryError: induced", [], [None])]
     for other in ("a", "b"):  # as their records in the DHT would say
         run.drivers["c"].saw(other, Place(head=first, samples=0, stamp=1.0))
     run.contribute({"a": 10, "b": 10, "c": 50})

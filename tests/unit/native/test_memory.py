@@ -66,9 +66,8 @@ class Runtime:
         success = 0
 
     def __init__(self, room: int) -> None:
-        self.room, self.pinned = room, {}
-        self.pinned: dict[int, int]
-        self.asked = 0
+        self.room, self.asked = room, 0
+        self.pinned: dict[int, int] = {}
 
     def cudaHostRegister(self, address: int, count: int, _: int) -> int:
         self.asked += 1

@@ -4,6 +4,7 @@ the others wait for it no longer than is stated (I5), and go on."""
 from __future__ import annotations
 
 import typing
+from itertools import product
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -51,15 +52,15 @@ class Waiting(RuleBasedStateMachine):
 
     @rule(kinds=st.sets(st.sampled_from(KINDS)), others=st.sets(st.sampled_from(HONEST)))
     def it_says_less(self, kinds: set[type], others: set[str]) -> None:
-        self.unsaid = {(kind, other) for kind in kinds for other in others}
+        self.unsaid = set(product(kinds, others))
 
     @rule(kinds=st.sets(st.sampled_from(KINDS)), others=st.sets(st.sampled_from(HONEST)))
     def it_hears_less(self, kinds: set[type], others: set[str]) -> None:
-        self.unheard = {(kind, other) for kind in kinds for other in others}
+        self.unheard = set(product(kinds, others))
 
     @rule()
     def it_says_nothing(self) -> None:
-        self.unsaid = {(kind, other) for kind in KINDS for other in HONEST}
+        self.unsaid = set(product(KINDS, HONEST))
 
     @rule()
     def all_gets_through(self) -> None:

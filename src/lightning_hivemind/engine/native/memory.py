@@ -83,8 +83,8 @@ def pinned_piece(count: int) -> Any | None:
     """uint8 (count,), an array that the system keeps where it is until it is gone; None if it does not."""
     whole = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
     room = np.empty(whole + mmap.PAGESIZE, np.uint8)
-    begin = -room.ctypes.data % mmap.PAGESIZE
-    piece, address = room[begin : begin + count], room.ctypes.data + begin  # of pages that nobody else has a part of
+    address, _ = _pages(torch.from_numpy(room))  # nobody else has a part of these
+    piece = room[address - room.ctypes.data :][:count]
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if (error := runtime.cudaHostRegister(address, whole, 0)) != runtime.cudaError.success:
         log.warning("no pinned memory, so copies from and to the GPU are slower: %s", error)

@@ -126,7 +126,7 @@ class InPlaceSum:
         found = self._memory.floats(self._whole)
         factor = self.first / self.samples / self._scale
         parts = list(zip(views(found, self._parameters), self._parameters, strict=True))
-        self._transfer.fetch((sum_, part) for part, one in parts if (sum_ := dense(one)) is not None)
+        self._transfer.fetch((gradient, part) for part, one in parts if (gradient := dense(one)) is not None)
         for part, parameter in parts:
             if parameter.grad is None:
                 part.zero_()
