@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lightning_hivemind.engine.native.protocol.actions import (
     Action,
     Apply,
+    Arrived,
     Called,
     CatchUp,
     GiveUp,
@@ -140,7 +141,8 @@ class Table:
                 self.letters += [(name, one, Data(round_id, chunk, version, digest)) for one in to]
             case Apply(commit=commit):
                 self.applied[name].append(commit)
-            case GiveUp() | CatchUp() | Note():
+                self.done.append((name, action))
+            case Arrived() | GiveUp() | CatchUp() | Note():
                 self.done.append((name, action))
             case _:
                 pass

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lightning_hivemind.engine.native.protocol.actions import (
     Action,
     Apply,
+    Arrived,
     Begun,
     Called,
     CatchUp,
@@ -91,8 +92,8 @@ class SimulatedPeer:
         self.parameters: Parameters | None = None
         #: commits that this peer applied, oldest first
         self.applied: list[Commit] = []
-        #: averages that are to be applied next, and whether their bytes are here
-        self._averages: deque[tuple[Commit, bool]] = deque()
+        #: averages that are to be applied next, and whether their bytes are here; None: they are coming
+        self._averages: deque[tuple[Commit, bool | None]] = deque()
         self.pool: set[str] = set()
         self.offered: dict[int, Given] = {}
         self.boxes: dict[RoundId, Inbox] = {}
@@ -116,11 +117,16 @@ class SimulatedPeer:
         return self.parameters.head
 
     @property
+    def decided(self) -> list[Commit]:
+        """The commits that this peer knows of: those that it applied, and those whose averages are not all here."""
+        return [*self.applied, *(commit for commit, _ in self._averages)]
+
+    @property
     def dropped(self) -> int:
         """Samples (names) that are known to be in no commit of the lineage that this peer is on."""
         if not self._forsaken and not self._unknown:
             return 0
-        kept = [one for commit in self.applied for one in commit.contributions if one.peer == self.name]
+        kept = [one for commit in self.decided for one in commit.contributions if one.peer == self.name]
         # by sample: what it gave in vain to one round, it may have given again to another one
         gone = self._unknown.union(*map(self.world.samples_of, self._forsaken))
         return len(gone.difference(*map(self.world.samples_of, kept)))
@@ -228,6 +234,8 @@ class SimulatedPeer:
                     )
             case Apply():
                 self._apply(action)
+            case Arrived():
+                self._arrived(action)
             case GiveUp(round=round_id):
                 self._mine.pop(round_id, None)
                 self.boxes.pop(round_id, None)
@@ -263,21 +271,38 @@ class SimulatedPeer:
         self.core.reduced(action.round, action.chunk, action.version, self.world.now)
 
     def _apply(self, action: Apply) -> None:
-        box = self.boxes.pop(action.commit.round, Inbox())
         if action.complete:
-            state = hashlib.sha256()
-            for chunk in range(self.settings.chunks):
-                state.update(box.results[chunk])
-            assert state.digest()[:16] == action.commit.digest, "not the bytes that were committed"
-        self._averages.append((action.commit, action.complete))
+            self._compare(action.commit)
+        if not action.coming:
+            self.boxes.pop(action.commit.round, None)
+        self._averages.append((action.commit, None if action.coming else action.complete))
         self._step()
         self._forget(action.commit)
         self._report_pool()
 
+    def _compare(self, commit: Commit) -> None:
+        state, box = hashlib.sha256(), self._box(commit.round)
+        for chunk in range(self.settings.chunks):
+            state.update(box.results[chunk])
+        assert state.digest()[:16] == commit.digest, "not the bytes that were committed"
+
+    def _arrived(self, action: Arrived) -> None:
+        place = next((n for n, (commit, _) in enumerate(self._averages) if commit.round == action.round), None)
+        if place is not None:
+            commit, here = self._averages[place]
+            assert here is None, "what is not coming has arrived"
+            if action.complete:
+                self._compare(commit)
+            self._averages[place] = commit, action.complete
+            self._step()
+        self.boxes.pop(action.round, None)
+
     def _step(self) -> None:
-        """Apply what is here, in order; fetch the first average that is not."""
+        """Apply what is here, in order; wait for the first average that is coming, or fetch it."""
         while self._averages:
             commit, here = self._averages[0]
+            if here is None:
+                return
             if not here:
                 self.world.clock.after(self.world.state_time_s(self), partial(self._fetch, commit))
                 return
@@ -319,7 +344,7 @@ class SimulatedPeer:
                 if other.parameters.head.outweighs(best.parameters.head):
                     best = other
         assert best.parameters is not None
-        decided = {*self.applied, *(commit for commit, _ in self._averages)}
+        decided = set(self.decided)
         self._averages.clear()
         if best is not self:
             known = best.applied

@@ -97,7 +97,7 @@ class World:
         core, reduces = peer.core, peer.habits.reduces
         if core.head is None:
             return None
-        return Place(head=core.head, samples=core.samples, stamp=self.now, reduces=reduces, cuts=len(core.cut))
+        return Place(head=core.head, samples=core.samples, stamp=self.now, reduces=reduces, cuts=core.cuts)
 
     def _deliver_record(self, name: str, other: SimulatedPeer, place: Place) -> None:
         def arrive() -> None:
@@ -256,7 +256,7 @@ class World:
 
         Nor is one lost: this peer's are in a commit, or wait for one, or were dropped and counted.
         """
-        self._check_counts(peer, self._chain(peer.applied))
+        self._check_counts(peer, self._chain(peer.decided))
 
     def _chain(self, applied: list[Commit]) -> dict[str, set[str]]:
         """The samples in these commits, which must be one chain, by the peer's life that made them."""

@@ -41,6 +41,8 @@ class Trainee:
         self.name, self.samples, self.values = name, 0, torch.zeros(0)
         self.averages: list[Tensor | None] = []
         self.commits: list[Commit] = []
+        #: of each commit, whether nothing of it is still to come
+        self.came: list[bool] = []
         self.returns: list[str] = []
         self.refusals = 0
         self._number, self.slow_s = 0, 0.0
@@ -62,10 +64,17 @@ class Trainee:
     def returned(self, reason: str, *, begun: bool) -> None:
         self.returns.append(reason)
 
-    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
+    def committed(
+        self, commit: Commit, average: Tensor | None, left_out: Tensor | None, *, coming: bool = False
+    ) -> None:
         self.commits.append(commit)
         self.averages.append(average)
+        self.came.append(not coming)
         self.samples = 0
+
+    def arrived(self, round_id: bytes, average: Tensor | None) -> None:
+        place = next(n for n, commit in enumerate(self.commits) if commit.round == round_id)
+        self.averages[place], self.came[place] = average, True
 
     def refused(self) -> None:
         self.refusals += 1
@@ -319,8 +328,7 @@ def test_what_is_too_long_is_refused_before_there_is_memory_for_it(runs: list[Ru
     runs.append(run)
     run.contribute({"a": 10})  # too few: a round is not begun
     driver = run.drivers["a"]
-    exchange = Exchange(run.layout, [Exact()] * run.layout.chunks, "a", None)
-    driver._exchanges[b"r" * 16] = exchange
+    driver._traffic.open(b"r" * 16, None)
     wrong = [
         Header(kind=Kind.MESSAGE, length=MAX_MESSAGE_BYTES + 1),
         Header(kind=Kind.REQUEST, length=MAX_QUESTION_BYTES + 1),

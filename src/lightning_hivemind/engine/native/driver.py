@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_hivemind.engine.native.chunks import Chunks, digest_of
 from lightning_hivemind.engine.native.codecs import ChunkCodec
-from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
+from lightning_hivemind.engine.native.exchange import UnusableInput
 from lightning_hivemind.engine.native.inbox import WAITING_BYTES, Inbox
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.actions import (
     Action,
     Apply,
+    Arrived,
     Begun,
     Called,
     CatchUp,
@@ -39,7 +41,6 @@ from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
 from lightning_hivemind.engine.native.state.questions import read as read_question
 from lightning_hivemind.engine.native.wakefulness import Wakefulness
-from lightning_hivemind.engine.native.wire.checksum import checksum
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, decode, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -47,8 +48,6 @@ from lightning_hivemind.errors import EngineStuckError, WireError
 
 log = logging.getLogger("lightning_hivemind")
 
-#: exchanges of rounds that this peer is, or was just, in; more than two is a peer that calls and never begins
-MOST_EXCHANGES = 4
 #: for the training thread's words to be seen to; the rounds' thread is never busy for a second
 ANSWER_S = 30.0
 
@@ -67,7 +66,7 @@ class Driver:
         self._peer, self._training, self._layout, self._codecs = peer, training, layout, codecs
         self._memory = memory or Memory()
         self._events = Inbox(max(WAITING_BYTES, 8 * layout.elements))  # two vectors
-        self._exchanges: dict[bytes, Exchange] = {}
+        self._chunks: Chunks | None = None
         self._given: bytes | None = None
         #: of the round that this peer is in
         self._members: frozenset[PeerId] = frozenset()
@@ -85,6 +84,7 @@ class Driver:
     def start(self, links: Links, donor: Donor | None = None, downloads: Downloads | None = None) -> None:
         """Begin; without ``donor`` and ``downloads`` nothing is said about states."""
         self._links, self._donor, self._downloads = links, donor, downloads
+        self._chunks = Chunks(self._layout, self._codecs, self._peer.me, self._memory, links)
         self._wakefulness.start()
         self._thread.start()
 
@@ -141,13 +141,8 @@ class Driver:
                 if header.length > MAX_MESSAGE_BYTES:
                     raise WireError(f"a message of {header.length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
                 return memoryview(bytearray(header.length))
-            case Kind.INPUT | Kind.RESULT:
-                exchange = self._exchanges.get(header.round)
-                if exchange is None:
-                    return None  # of a round that is over here, or not yet begun: it is asked for again
-                if header.kind is Kind.INPUT:
-                    return exchange.room_for_input(header.chunk, peer, header.length)
-                return exchange.room_for_result(header.chunk, header.version, peer, header.length)
+            case Kind.INPUT | Kind.RESULT if self._chunks is not None:
+                return self._chunks.room(peer, header)
             case Kind.REQUEST:
                 if header.length > MAX_QUESTION_BYTES:
                     raise WireError(f"a question of {header.length} bytes; at most {MAX_QUESTION_BYTES} are taken")
@@ -186,16 +181,12 @@ class Driver:
                 part.lost(peer)
 
     def _take_input(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
-        exchange = self._exchanges.get(header.round)
-        if exchange is not None:
-            exchange.keep(header.chunk, peer, payload)
+        if self._traffic.take(peer, header, payload):
             self._peer.input_arrived(header.round, header.chunk, peer, now)
 
     def _take_result(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
-        exchange = self._exchanges.get(header.round)
-        if exchange is not None:
-            digest = header.checksum.to_bytes(4, "big")
-            exchange.take(header.chunk, header.version, peer, payload)
+        if self._traffic.take(peer, header, payload):
+            digest = digest_of(header.checksum)
             self._peer.result_arrived(header.round, header.chunk, header.version, digest, peer, now)
 
     # ------------------------------------------------------------------ the thread
@@ -222,6 +213,7 @@ class Driver:
             living=peer.living,
             clients=peer.clients,
             cut=peer.cut,
+            cuts=peer.cuts,
             members=self._members,
         )
 
@@ -262,8 +254,7 @@ class Driver:
 
     def _fail(self, reason: str) -> None:
         """Leave everything; the others hear so with the next event."""
-        for round_id in list(self._exchanges):
-            self._end_exchange(round_id)
+        self._traffic.drop_all()
         self._leave()
         self._training.failed(reason)
         try:
@@ -293,31 +284,35 @@ class Driver:
         match action:
             case Send(to=to, message=message):
                 data = encode(message)
-                self._out.send(to, Header(kind=Kind.MESSAGE, length=len(data)), (data,))
+                self._connections.send(to, Header(kind=Kind.MESSAGE, length=len(data)), (data,))
             case Called(round=round_id):
                 now = self._now()
                 self._called = (round_id, self._training.called(now))
             case Begun(plan=plan):
-                if (exchange := self._exchanges.get(plan.round)) is not None:
+                if (exchange := self._traffic.of(plan.round)) is not None:
                     exchange.begin(plan)
                     self._members = frozenset(plan.members)
                     if exchange.gives and self._peer.me not in plan.contributors:
                         self._refused()
-            case SendInput():
-                self._send_input(action)
+            case SendInput(round=round_id, chunk=chunk):
+                if self._traffic.send_input(action):
+                    self._peer.input_arrived(round_id, chunk, self._peer.me, self._now())
             case Reduce():
                 self._reduce(action)
-            case SendResult():
-                self._send_result(action)
-            case Apply(commit=commit, complete=complete):
-                exchange, sending = self._end_exchange(commit.round)
+            case SendResult(round=round_id, chunk=chunk, version=version):
+                if (digest := self._traffic.send_result(action)) is not None:
+                    self._peer.result_arrived(round_id, chunk, version, digest, self._peer.me, self._now())
+            case Apply(commit=commit, complete=complete, coming=coming):
                 self._leave()
-                average = exchange.end(sending=sending) if complete and exchange is not None else None
-                left_out = exchange.left_out(commit, complete=complete) if exchange is not None else None
-                self._training.committed(commit, average, left_out)
+                left_out = self._traffic.left_out(commit, complete=complete or coming)
+                average = None if coming else self._traffic.result(commit.round, complete=complete)
+                self._training.committed(commit, average, left_out, coming=coming)
+                self._count(self._now())
+            case Arrived(round=round_id, complete=complete):
+                self._training.arrived(round_id, self._traffic.result(round_id, complete=complete))
                 self._count(self._now())
             case GiveUp(round=round_id, reason=reason):
-                exchange, _ = self._end_exchange(round_id)
+                exchange = self._traffic.drop(round_id)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
                     self._leave()
                     self._training.returned(reason, begun=exchange is not None and exchange.begun)
@@ -328,40 +323,25 @@ class Driver:
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()
-        while len(self._exchanges) >= MOST_EXCHANGES:
-            self._exchanges.pop(next(iter(self._exchanges)))
-        self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._peer.me, given.values, self._memory)
+        self._traffic.open(round_id, given.values)
         self._given = round_id
-        offer = replace(given.offer, bandwidth=given.offer.bandwidth * self._out.upload_rate)
+        offer = replace(given.offer, bandwidth=given.offer.bandwidth * self._connections.upload_rate)
         self._peer.join(round_id, offer, self._now())
         if given.values is None:
             self._count(self._now())  # it may have less than it said
 
     @property
-    def _out(self) -> Links:
+    def _connections(self) -> Links:
         assert self._links is not None, "the driver was not started"
         return self._links
 
-    def _end_exchange(self, round_id: bytes) -> tuple[Exchange | None, bool]:
-        """It, and whether something of it is still being sent."""
-        exchange = self._exchanges.pop(round_id, None)  # first: nobody is given its memory any more
-        return exchange, self._out.forget(round_id)
-
-    def _send_input(self, action: SendInput) -> None:
-        exchange = self._exchanges.get(action.round)
-        if exchange is None:
-            return
-        if action.to == self._peer.me:
-            exchange.keep_own(action.chunk)
-            self._peer.input_arrived(action.round, action.chunk, self._peer.me, self._now())
-            return
-        data = exchange.input(action.chunk)
-        check = checksum(data) if self._out.in_the_clear else 0
-        header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data), checksum=check)
-        self._out.send(action.to, header, (data,))
+    @property
+    def _traffic(self) -> Chunks:
+        assert self._chunks is not None, "the driver was not started"
+        return self._chunks
 
     def _reduce(self, action: Reduce) -> None:
-        exchange = self._exchanges.get(action.round)
+        exchange = self._traffic.of(action.round)
         if exchange is None:
             return
         try:
@@ -372,23 +352,3 @@ class Driver:
             self._peer.refuse(action.round, unusable.peer, unusable.reason, self._now())
         else:
             self._peer.reduced(action.round, action.chunk, action.version, self._now())
-
-    def _send_result(self, action: SendResult) -> None:
-        exchange = self._exchanges.get(action.round)
-        if exchange is None:
-            return
-        data, check = exchange.reduced(action.chunk)
-        header = Header(
-            kind=Kind.RESULT,
-            round=action.round,
-            chunk=action.chunk,
-            version=action.version,
-            length=len(data),
-            checksum=check,
-        )
-        for peer in action.to:
-            if peer != self._peer.me:
-                self._out.send(peer, header, (data,))
-                continue
-            digest, now = check.to_bytes(4, "big"), self._now()
-            self._peer.result_arrived(action.round, action.chunk, action.version, digest, peer, now)

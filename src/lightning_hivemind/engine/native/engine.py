@@ -227,7 +227,7 @@ class NativeEngine:
                 if committed:
                     break  # the next batch is of the new parameters
                 now, status = time.monotonic(), parts.driver.status
-                waits_s = self._limit_s if handover.under_way or status.due else hold_until - began
+                waits_s = self._limit_s if handover.waits or status.due else hold_until - began
                 if self._a.auxiliary:
                     waits_s = max(waits_s, IDLE_S)
                 if now - began >= waits_s:
@@ -254,6 +254,7 @@ class NativeEngine:
         if not self._a.auxiliary:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
             with self._gradients.lent() if steps_on_sums else contextlib.nullcontext():
+                assert step.average is not None, "a step whose average is not here"
                 average, carried = self._gradients.unpack(step.average, commit.parent.epoch)
                 self._stepper.step(average, head, step.counted, carried, mine=step.mine)
             self._note_parameters()
@@ -298,6 +299,9 @@ class NativeEngine:
         elif self._a.auxiliary:  # it has none, and needs none
             self._head = self._running().driver.status.head or self._head
             handover.settle(self._head)
+        elif handover.expects(self._head):
+            with handover.changed:
+                handover.changed.wait(POLL_S)
         else:
             self._head = self._catching_up.run(self._head)
         return settled

@@ -38,12 +38,13 @@ class Step:
     """A global step to be applied.
 
     Attributes:
+        average: None while it is still coming.
         mine: of this peer's samples, how many are in it.
         counted: see :meth:`.Gradients.counted`.
     """
 
     commit: Commit
-    average: Tensor
+    average: Tensor | None
     mine: int
     counted: Tensor | None
     began: float
@@ -119,7 +120,9 @@ class Handover:
                 self._untold[self._head.epoch if self._head is not None else 0] = reason
             self.changed.notify_all()
 
-    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
+    def committed(
+        self, commit: Commit, average: Tensor | None, left_out: Tensor | None, *, coming: bool = False
+    ) -> None:
         now = time.monotonic()
         listed = [one for one in commit.contributions if one.peer == self._me]
         counted = self._gradients.counted(listed)
@@ -130,19 +133,37 @@ class Handover:
             others = len(commit.contributions) - len(listed)
             self._pace.step(commit.samples - mine, now, mine=mine, others=others)
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
-            self._head, self.under_way, self._since = commit.head, False, None
+            self._head, self.under_way = commit.head, False
             self._lost += lost
             if listed or not self._gives:
                 self._failures.clear()
             self._note(commit, mine)
-            if average is None or not follows:
+            if (average is None and not coming) or not follows:
                 self._steps.clear()
                 self.owes = True
             else:
-                if self._gives and not self.owes and len(self._steps) < self._most_waiting:
-                    self._gradients.decided(average, commit.parent.epoch)
+                self._learn(average, commit)
                 self._keep(Step(commit, average, mine, counted, began))
+            self._since = self._since if self.comes else None
             self.changed.notify_all()
+
+    def arrived(self, round_id: bytes, average: Tensor | None) -> None:
+        with self.changed:
+            place = next((n for n, step in enumerate(self._steps) if step.commit.round == round_id), None)
+            if place is None:
+                return  # a state was taken meanwhile
+            if average is None:
+                self._steps.clear()
+                self.owes = True
+            else:
+                self._learn(average, self._steps[place].commit)
+                self._steps[place] = replace(self._steps[place], average=average)
+            self._since = self._since if self.comes else None
+            self.changed.notify_all()
+
+    def _learn(self, average: Tensor | None, commit: Commit) -> None:
+        if average is not None and self._gives and not self.owes and len(self._steps) < self._most_waiting:
+            self._gradients.decided(average, commit.parent.epoch)
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         listed = {c: [one for one in c.contributions if one.peer == self._me] for c in commits}
@@ -180,17 +201,32 @@ class Handover:
         """A batch is begun; False if there is something to be done first, or a round to wait for, so long at most."""
         now = time.monotonic()
         with self.changed:
-            waits = self.under_way and self._since is not None and now < self._since + limit_s
+            waits = self.waits and self._since is not None and now < self._since + limit_s
             if self.ready(head) or waits:
                 return False
-            self._since = now if self.under_way else None
+            self._since = now if self.waits else None
             self._pace.begin_batch(now)
             return True
 
     @property
     def waits_since(self) -> float | None:
         """Since when no batch could begin for a round that is under way."""
-        return self._since if self.under_way else None
+        return self._since if self.waits else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step of this peer is decided now, or its average is coming."""
+        return self.under_way or self.comes
+
+    @property
+    def comes(self) -> bool:
+        """Whether the average of a step that is decided is still coming."""
+        return any(step.average is None for step in self._steps)
+
+    def expects(self, head: Head) -> bool:
+        """Whether the average that leads on from ``head`` is still coming."""
+        with self.changed:
+            return any(step.commit.parent == head and step.average is None for step in self._steps)
 
     def end_batch(self) -> None:
         with self.changed:
@@ -207,13 +243,13 @@ class Handover:
             self._decided = [one for one in self._decided if one.epoch > head.epoch]
             while self._steps and self._steps[0].commit.parent.epoch < head.epoch:
                 self._steps.popleft()  # a state that was fetched has them already
-            if self._steps and self._steps[0].commit.parent == head:
+            if self._steps and self._steps[0].commit.parent == head and self._steps[0].average is not None:
                 return self._steps.popleft()
             return None
 
     def ready(self, head: Head) -> bool:
         """Whether there is something to do without waiting: a step that leads on from ``head``, or a debt."""
-        return self.owes or any(step.commit.parent == head for step in self._steps)
+        return self.owes or any(step.commit.parent == head and step.average is not None for step in self._steps)
 
     def leads_on(self, head: Head) -> bool:
         """Whether a state of ``head`` is the swarm's, as far as is known here, or the steps from it on are here."""
@@ -249,7 +285,7 @@ class Handover:
         """In memory; or, while a state takes longer to come than so many steps, on disk."""
         waiting = len(self._steps)
         if waiting >= self._most_waiting:
-            spilled = on_disk(step.average) if waiting < MOST_ON_DISK else None
+            spilled = on_disk(step.average) if step.average is not None and waiting < MOST_ON_DISK else None
             if spilled is not None:
                 step = replace(step, average=spilled)
             else:

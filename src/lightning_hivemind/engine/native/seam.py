@@ -38,11 +38,17 @@ class Training(Protocol):
     def returned(self, reason: str, *, begun: bool) -> None:
         """The round came to nothing: what was given last is this peer's own again. ``begun``: it had a plan."""
 
-    def committed(self, commit: Commit, average: Tensor | None, left_out: Tensor | None) -> None:
-        """A step is decided. ``average`` is float32 CPU (elements,), nobody else's any more, or None: to be fetched.
+    def committed(
+        self, commit: Commit, average: Tensor | None, left_out: Tensor | None, *, coming: bool = False
+    ) -> None:
+        """A step is decided. ``average`` is float32 CPU (elements,), nobody else's any more, or None: a state is to be
+        fetched, unless it is still ``coming``.
 
         ``left_out``: see :meth:`.Exchange.left_out`.
         """
+
+    def arrived(self, round_id: bytes, average: Tensor | None) -> None:
+        """The average of a step that was decided without it; None: it does not come, and a state is to be fetched."""
 
     def refused(self) -> None:
         """What was given last cannot be used, as a member found: it is in no step, and must not be given again."""
@@ -67,6 +73,7 @@ class Status:
         living: the other peers that can be reached, as far as is known.
         clients: those of them that accept no connections.
         cut: more peers, that live and cannot be reached.
+        cuts: see :class:`.roster.Place`.
         members: of the round that this peer is in, once that is planned.
     """
 
@@ -76,4 +83,5 @@ class Status:
     living: tuple[PeerId, ...] = ()
     clients: frozenset[PeerId] = frozenset()
     cut: tuple[PeerId, ...] = ()
+    cuts: int = 0
     members: frozenset[PeerId] = frozenset()

@@ -100,7 +100,7 @@ class Whereabouts:
         status = self._driver.status
         head = status.head
         if head is not None:
-            place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, len(status.cut)]
+            place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, status.cuts]
             self._stamp = max(time.time(), self._stamp + 1e-3)  # grows, whatever is done to the clock
             self._records.publish(
                 place=[*place, self._stamp],
@@ -113,7 +113,7 @@ class Whereabouts:
         while not self._stopped.wait(LOOK_S):
             self._look()
             status, now = self._driver.status, time.monotonic()
-            what = (status.head, len(status.cut), self._owes())
+            what = (status.head, status.cuts, self._owes())
             if now - published[0] > (PUBLISH_S if what != published[1:] else AGAIN_S):
                 published = (now, *what)
                 self._publish()

@@ -76,13 +76,23 @@ class Apply:
     """The round is committed: the head is ``commit.head`` now.
 
     Attributes:
-        complete: this peer has all the bytes; otherwise they must be fetched from any other member.
+        complete: this peer has all the bytes.
+        coming: those that it lacks are on their way: :class:`Arrived` follows. If neither, a state must be fetched.
         mine: the contribution of this peer that is in it, if it is.
     """
 
     commit: Commit
     complete: bool
+    coming: bool
     mine: Contribution | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrived:
+    """All bytes of a round that was committed before they were here; or not, and the rest will not come."""
+
+    round: RoundId
+    complete: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,4 +124,4 @@ class Note:
     round: RoundId | None = None
 
 
-Action = Send | Called | Begun | SendInput | Reduce | SendResult | Apply | GiveUp | CatchUp | Note
+Action = Send | Called | Begun | SendInput | Reduce | SendResult | Apply | Arrived | GiveUp | CatchUp | Note

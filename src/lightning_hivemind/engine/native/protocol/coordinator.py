@@ -24,6 +24,11 @@ class Coordinator:
         self._accusations: dict[tuple[PeerId, PeerId], str] = {}
         self._judge_at = 0.0
         self._everybody = plan.members
+        #: who gets the results, and is not waited for
+        self._trailing = set(plan.trailing)
+        #: when those that are not done yet will be among them
+        self._late_at = float("inf")
+        self._began = now
         self._deadline, self._resend_at = now + settings.round_s, now + 2 * settings.resend_s
         self._extended = False
         self.commit: Commit | None = None
@@ -32,10 +37,19 @@ class Coordinator:
 
     # ------------------------------------------------------------------ what happens
 
-    def done(self, peer: PeerId, message: Done) -> None:
-        if peer in self.plan.members and message.version == self.plan.version:
-            self._done[peer] = message.digest
-            self._decide()
+    def done(self, peer: PeerId, message: Done, now: float) -> None:
+        """It has all results: so they all exist. Half of the members wait for the others as long again as they took.
+
+        That all results are at so many is enough: the others get theirs from who reduced them, after the commit.
+        """
+        if self.ended or peer not in self.plan.members or message.version != self.plan.version:
+            return
+        self._done[peer] = message.digest
+        self._decide()
+        awaited = set(self.plan.members) - self._trailing
+        enough = self._me in self._done and 2 * len(awaited & set(self._done)) >= len(awaited)
+        if enough and self._late_at == float("inf"):
+            self._late_at = now + max(self._settings.patience_s, now - self._began)
 
     def lost(self, peer: PeerId, reason: str) -> None:
         """It is dead, unreachable, or has left."""
@@ -84,6 +98,9 @@ class Coordinator:
             return
         if self._accusations and now >= self._judge_at:
             self._judge()
+        elif now >= self._late_at:
+            self._trailing.update(peer for peer in self.plan.members if peer not in self._done)
+            self._decide()
         elif now >= self._deadline:
             self._out_of_time(now)
         elif now >= self._resend_at:
@@ -94,7 +111,7 @@ class Coordinator:
 
     @property
     def deadline(self) -> float:
-        times = (self._deadline, self._resend_at)
+        times = (self._deadline, self._resend_at, self._late_at)
         return min(*times, self._judge_at) if self._accusations else min(times)
 
     # ------------------------------------------------------------------ what is decided
@@ -102,8 +119,8 @@ class Coordinator:
     def _out_of_time(self, now: float) -> None:
         """Go on without those that are not done, once; a second time there is no time left."""
         reason = f"not finished in {self._settings.round_s:.1f} s (allreduce_timeout or averaging_timeout)"
-        late = frozenset(peer for peer in self.plan.members if peer not in self._done)
-        if self._extended or len(late) == len(self.plan.members) or self._me in late:
+        late = frozenset(self.plan.members) - self._trailing - set(self._done)
+        if self._extended or self._me in late:
             self.abort(reason)
             return
         self._extended, self._deadline = True, now + self._settings.round_s / 2
@@ -121,6 +138,7 @@ class Coordinator:
             self._emit(Note(what=reason, peer=peer, round=self.plan.round))
         self.plan = self.plan.without(lost, refused)
         self._done.clear()
+        self._late_at = float("inf")
         self._accusations.clear()
         for peer in sorted(lost):
             self._emit(Send(to=peer, message=Ended(round=self.plan.round, reason=reason, aborted=False)))
@@ -132,7 +150,7 @@ class Coordinator:
             self._publish()
 
     def _agreed(self, without: frozenset[PeerId]) -> bool:
-        return all(peer in self._done for peer in self.plan.members if peer not in without)
+        return set(self._done) >= set(self.plan.members) - self._trailing - without
 
     def _decide(self, lost: frozenset[PeerId] = frozenset()) -> None:
         if self.ended or not self._agreed(lost):

@@ -88,8 +88,14 @@ class Gathering:
             contributions=[one for one in contributions if one.samples],
             bandwidths=reducers_of(self.joined),
             chunks=self._settings.chunks,
+            trailing=self._trailing(),
             stop=any(offer.stop for offer in self.joined.values()),
         )
+
+    def _trailing(self) -> list[PeerId]:
+        """Who is not waited for at the end: not this peer, and not more than others are."""
+        trailing = [peer for peer, offer in self.joined.items() if offer.trails and peer != self._me]
+        return trailing if 2 * len(trailing) <= len(self.joined) else []
 
     def dismiss(self, reason: str, better: PeerId | None = None) -> None:
         """Send home who has come, and who may still come."""

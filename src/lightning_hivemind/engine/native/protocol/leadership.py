@@ -111,14 +111,14 @@ class Leadership:
             elif message.head is not None and message.head != mine and message.head.outweighs(mine):
                 self._yield(sender, "others are ahead", now)
 
-    def on_done(self, sender: PeerId, message: Done) -> None:
+    def on_done(self, sender: PeerId, message: Done, now: float) -> None:
         leading = self.coordinator(message.round)
         if leading is None:
             self._standing.tell_outcome(sender, message.round)
         elif message.version < leading.plan.version:
             leading.repeat(sender)
         else:
-            leading.done(sender, message)
+            leading.done(sender, message, now)
 
     # ------------------------------------------------------------------ calling a round
 
@@ -144,8 +144,7 @@ class Leadership:
             self._called += 1
             parts = f"{self._me} {self._called} ".encode() + self._incarnation
             round_id = hashlib.sha256(parts).digest()[:16]
-            cuts = len(self._roster.cut)
-            self._gathering = Gathering(self._settings, self._me, round_id, head, cuts, self._emit, now)
+            self._gathering = Gathering(self._settings, self._me, round_id, head, self._roster.cuts, self._emit, now)
             self._gathering.call([self._me])
         elif self._due_since is None:
             self._due_since = now

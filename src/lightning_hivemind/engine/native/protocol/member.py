@@ -65,6 +65,10 @@ class Member:
         """Bytes of ``peer`` are arriving."""
         self._heard[peer] = now
 
+    def heard_at(self, peer: PeerId) -> float:
+        """When they did last, or the plan came."""
+        return self._heard[peer]
+
     def collecting(self, owner: PeerId, now: float) -> None:
         """``owner`` has no result yet, but its inputs are arriving."""
         self._collecting[owner] = now
@@ -81,10 +85,15 @@ class Member:
             self._emit(SendResult(round=self.plan.round, version=version, chunk=chunk, to=self.plan.members))
 
     def result_arrived(self, chunk: int, version: int, digest: bytes, owner: PeerId) -> None:
-        """It counts if the plan's owner reduced it in a version that counts, and if it is newer than what is there."""
-        if self.plan.wants(chunk, version, owner) and version > self._results.get(chunk, (-1, b""))[0]:
-            self._results[chunk] = (version, digest)
+        if self.take(chunk, version, digest, owner):
             self._finish()
+
+    def take(self, chunk: int, version: int, digest: bytes, owner: PeerId) -> bool:
+        """A result counts if the plan's owner reduced it in a version that counts, and if it is newer than the last."""
+        counts = self.plan.wants(chunk, version, owner) and version > self._results.get(chunk, (-1, b""))[0]
+        if counts:
+            self._results[chunk] = (version, digest)
+        return counts
 
     def asked_again(self, message: Missing, sender: PeerId, now: float) -> None:
         """Send once more what ``sender`` lacks, if it is here to be sent, or say that it will be."""
@@ -139,7 +148,7 @@ class Member:
 
     def tick(self, now: float) -> None:
         """Ask again for what is owed, and accuse who does not deliver."""
-        owed = self._owed()
+        owed = self.owed()
         for peer, (inputs, _) in owed.items():
             # an owner may itself wait for an input: until that one's peer is out, its own silence means nothing
             patience_s = self._settings.stall_s * (1 if inputs else 2)
@@ -169,7 +178,7 @@ class Member:
         self._accused[peer] = (refused, reason)
         self._tell(Accuse(round=self.plan.round, version=self.plan.version, peer=peer, refused=refused, reason=reason))
 
-    def _owed(self) -> dict[PeerId, tuple[list[int], list[int]]]:
+    def owed(self) -> dict[PeerId, tuple[list[int], list[int]]]:
         """Who else owes this peer inputs of which chunks, and results of which."""
         owed: defaultdict[PeerId, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for chunk, since in enumerate(self.plan.since):

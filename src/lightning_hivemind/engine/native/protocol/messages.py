@@ -17,7 +17,7 @@ RoundId = bytes
 class Progress:
     """To the candidate for coordinator: how far the sender is, and how many samples it knows of in the swarm.
 
-    ``cuts``: how many peers live that it cannot reach; the candidate should be one that reaches all.
+    ``cuts``: as in :class:`.roster.Place`; the candidate should be one that reaches all.
     """
 
     head: Head

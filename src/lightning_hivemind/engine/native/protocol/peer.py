@@ -93,6 +93,11 @@ class Peer:
         return self._roster.cut
 
     @property
+    def cuts(self) -> int:
+        """As in :class:`.roster.Place`."""
+        return self._roster.cuts
+
+    @property
     def clients(self) -> frozenset[PeerId]:
         """Those of :attr:`living` that accept no connections."""
         return frozenset(peer for peer in self._roster.living() if not self._roster.reduces(peer))
@@ -112,6 +117,7 @@ class Peer:
     def adopt(self, head: Head, commits: tuple[Commit, ...], now: float) -> None:
         """This peer's state is that of ``head`` now; ``commits`` are the last ones that led there."""
         self._begin(now)
+        self._rounds.trailing.clear()
         if head == self.head:  # others are ahead, and their state is out of reach: go on from here
             self._standing.catching_up_to = None
         else:
@@ -164,9 +170,7 @@ class Peer:
 
     def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
         """A part of a chunk of ``peer`` has arrived."""
-        member = self._rounds.member(round_id)
-        if member is not None:
-            member.heard(peer, now)
+        self._rounds.heard(round_id, peer, now)
 
     def input_arrived(self, round_id: RoundId, chunk: int, peer: PeerId, now: float) -> None:
         """An input of a chunk that this peer reduces is stored. It may have overtaken the plan."""
@@ -268,7 +272,7 @@ class Peer:
                 if (coordinator := leadership.coordinator(message.round)) is not None:
                     coordinator.accused(sender, message, now)
             case Done():
-                leadership.on_done(sender, message)
+                leadership.on_done(sender, message, now)
             case Committed():
                 rounds.on_committed(sender, message.commit, now)
             case Ended():
@@ -314,7 +318,7 @@ class Peer:
             self._note(peer, head, 0)
 
     def _probe(self, peer: PeerId, *, asks: bool) -> None:
-        cuts = len(set(self._roster.cut) - {peer})
+        cuts = self._roster.cuts - (peer in self._roster.cut)
         self._emit(Send(to=peer, message=Probe(asks=asks, cuts=cuts)))
 
     def _report(self, now: float) -> None:

@@ -20,6 +20,7 @@ class Offer:
         reduces: whether it can be given chunks to reduce: others can reach it.
         bandwidth: that it can send with, for its share of the chunks; any unit, if all use the same.
         cut: to whom it has no connection, dead or alive.
+        trails: it was late with the results of a round before: this one need not wait until it has them.
         stop: it wants the run to end.
     """
 
@@ -27,6 +28,7 @@ class Offer:
     reduces: bool = True
     bandwidth: float = 1.0
     cut: tuple[PeerId, ...] = ()
+    trails: bool = False
     stop: bool = False
 
 
@@ -37,7 +39,7 @@ class Plan:
     Attributes:
         round: id of the round; parent: the head that its commit will extend.
         version: counts changes. A result counts if it was reduced in version ``since[chunk]`` or later.
-        members: everybody who gets the results, sorted.
+        members: everybody who gets the results, sorted; trailing: those of them who may have them after the commit.
         contributions: what is summed, in this order; of members.
         reducers: those who can be given chunks, with their share of them.
         owners: for each chunk, who reduces it.
@@ -54,6 +56,7 @@ class Plan:
     reducers: tuple[tuple[PeerId, float], ...]
     owners: tuple[PeerId, ...]
     since: tuple[int, ...]
+    trailing: tuple[PeerId, ...] = ()
     stop: bool = False
 
     @property
@@ -116,6 +119,7 @@ def make_plan(
     contributions: Sequence[Contribution],
     bandwidths: Mapping[PeerId, float],
     chunks: int,
+    trailing: Sequence[PeerId] = (),
     stop: bool,
 ) -> Plan:
     """The first version. ``bandwidths`` are of those who can reduce; the others only give and get."""
@@ -130,6 +134,7 @@ def make_plan(
         reducers=reducers,
         owners=tuple(share_chunks(chunks, reducers or ((coordinator, 1.0),))),
         since=(0,) * chunks,
+        trailing=tuple(sorted(trailing)),
         stop=stop,
     )
 

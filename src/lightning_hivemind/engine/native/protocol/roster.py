@@ -12,6 +12,8 @@ NEVER = float("-inf")
 #: steps with a peer since it was lost here: the round of the last was called after this peer had told its coordinator
 #: that the one before is done, which was after that loss
 SURELY_LIVES = 3
+#: a peer with a slow line leads only where there is no better one, as one that is cut off from so many
+SLOW_LINE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +22,7 @@ class Place:
 
     Attributes:
         reduces: others can connect to it.
-        cuts: to how many peers that live it has no connection.
+        cuts: to how many peers that live it has no connection; see :data:`SLOW_LINE`.
         stamp: when it was made, in any one clock of that peer.
     """
 
@@ -78,6 +80,8 @@ class Roster:
         self._run, self._target, self._me, self._reduces = settings.run, settings.target_samples, me, reduces
         self._probe_s, self._lives_s, self._resend_s = settings.probe_s, settings.lives_s, settings.resend_s
         self.samples = 0
+        #: whether this peer's own line is slow
+        self.slow = False
         self._seen: dict[PeerId, Seen] = {}
         self._gone: dict[PeerId, Gone] = {}
         self._cut: dict[PeerId, Cut] = {}
@@ -206,6 +210,11 @@ class Roster:
         return tuple(sorted(peer for peer, one in self._cut.items() if not one.doubtful))
 
     @property
+    def cuts(self) -> int:
+        """How little this peer can lead a round: see :class:`Place`."""
+        return len(self.cut) + (SLOW_LINE if self.slow else 0)
+
+    @property
     def out_of_reach(self) -> tuple[PeerId, ...]:
         """Those that cannot be reached from here, whether they live or not."""
         return tuple(sorted({*self._cut, *self._gone}))
@@ -233,7 +242,7 @@ class Roster:
     def _unfit(self, peer: PeerId) -> tuple[bool, int]:
         """How little this one can lead a round: it cannot be connected to, or it is cut off from so many."""
         if peer == self._me:
-            return not self._reduces, len(self.cut)
+            return not self._reduces, self.cuts
         return not self._seen[peer].reduces, self._seen[peer].cuts
 
     def enough(self, head: Head) -> bool:
@@ -245,7 +254,7 @@ class Roster:
         return max(self._counted(head), self._told)
 
     def progress(self, head: Head) -> Progress:
-        return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head), cuts=len(self.cut))
+        return Progress(head=head, samples=self.samples, swarm_samples=self._counted(head), cuts=self.cuts)
 
     def _counted(self, head: Head) -> int:
         here = (one.samples for peer, one in self._seen.items() if one.head == head and self.reaches(peer))

@@ -36,6 +36,7 @@ from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.protocol.roster import Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
+from lightning_hivemind.engine.native.protocol.trailing import Trailing
 
 #: ended rounds that are remembered, so that a late message does not revive one
 REMEMBERED = 64
@@ -76,6 +77,7 @@ class Rounds:
         self._settings, self._me, self._emit = settings, me, emit
         self._roster, self._standing = roster, standing
         self.leadership = Leadership(settings, me, incarnation, roster, standing, emit)
+        self.trailing = Trailing(settings, emit)
         self._joined: Joined | None = None
         self._member: Member | None = None
         self._inquiry: Inquiry | None = None
@@ -96,7 +98,7 @@ class Rounds:
         times = [part.deadline for part in (self._member, self._inquiry) if part is not None]
         if self._joined is not None and self._inquiry is None:  # else :meth:`tick` would be due at once, for ever
             times.append(self._joined.resend_at)
-        return min([self.leadership.deadline, *times])
+        return min([self.leadership.deadline, self.trailing.deadline, *times])
 
     # ------------------------------------------------------------------ what the driver says
 
@@ -105,8 +107,15 @@ class Rounds:
         if joined is None or joined.round != round_id or joined.offer is not None:
             self._emit(GiveUp(round=round_id, reason="the round is over"))
         else:
-            joined.offer = offer = replace(offer, cut=self._roster.out_of_reach)
+            joined.offer = offer = replace(offer, cut=self._roster.out_of_reach, trails=self.trailing.expected)
             self._send(joined.coordinator, Join(round=round_id, offer=offer))
+
+    def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
+        member = self.member(round_id)
+        if member is not None:
+            member.heard(peer, now)
+        else:
+            self.trailing.heard(round_id, peer, now)
 
     def input_arrived(self, round_id: RoundId, chunk: int, peer: PeerId, now: float) -> None:
         member = self.member(round_id)
@@ -127,9 +136,13 @@ class Rounds:
         elif self.in_doubt(round_id) and 0 <= chunk < self._settings.chunks:
             assert self._joined is not None
             self._joined.early_results[chunk] = (version, digest, owner)
+        else:
+            self.trailing.heard(round_id, owner, now)
+            self.trailing.result_arrived(round_id, chunk, version, digest, owner)
 
     def lost(self, peer: PeerId, now: float) -> None:
         self.leadership.lost(peer)
+        self.trailing.lost(peer)
         if self._inquiry is not None:
             self._inquiry.lost(peer)
         elif self._joined is not None and self._joined.coordinator == peer:
@@ -137,6 +150,7 @@ class Rounds:
 
     def tick(self, now: float) -> None:
         self.leadership.tick(now)
+        self.trailing.tick(now)
         for part in (self._member, self._inquiry):
             if part is not None:
                 part.tick(now)
@@ -165,6 +179,8 @@ class Rounds:
             self._standing.same(sender, message.head)
         elif head is None or message.round in self._over or not self._standing.same(sender, message.head):
             self._send(sender, Decline(round=message.round, head=self._standing.head))
+        elif self.trailing.full:
+            self._send(sender, Decline(round=message.round))
         elif joined is not None and joined.round == message.round:
             if joined.offer is not None and self._member is None:
                 self._send(sender, Join(round=message.round, offer=joined.offer))
@@ -277,7 +293,7 @@ class Rounds:
         """What follows from what happened."""
         if self._inquiry is not None and self._inquiry.over:
             self._give_up("the coordinator is lost, and nobody saw a commit", now, aborted=False)
-        self.leadership.settle(now, engaged=self._joined is not None)
+        self.leadership.settle(now, engaged=self._joined is not None or self.trailing.full)
 
     # ------------------------------------------------------------------ the end of a round
 
@@ -285,6 +301,8 @@ class Rounds:
         """It is decided: this peer is one epoch on."""
         member, joined = self.member(commit.round), self._joined
         complete = member is not None and member.digest == commit.digest
+        coming = self.trailing.committed(commit, member, now)
+        self._roster.slow = self.trailing.expected
         mine = next((one for one in commit.contributions if one.peer == self._me), None)
         if joined is not None and joined.round != commit.round:
             self.leave("the others have committed another round", now)
@@ -305,7 +323,7 @@ class Rounds:
         self._remember(commit.round, promised=False)
         for asker in sorted(joined.askers) if joined is not None else ():
             self._send(asker, Committed(commit=commit))
-        self._emit(Apply(commit=commit, complete=complete, mine=mine))
+        self._emit(Apply(commit=commit, complete=complete, coming=coming, mine=mine))
         if joined is not None and joined.next_call is not None:
             self.on_call(*joined.next_call, now)
 

@@ -298,6 +298,12 @@ class Links:
         still = [outlet.forget(number) for outlet in outlets]
         return any(still)
 
+    def sends(self, number: bytes) -> bool:
+        """Whether something of that round, or download, is being sent, or waits to be."""
+        with self._lock:
+            outlets = list(self._outlets.values())
+        return any(outlet.sends(number) for outlet in outlets)
+
     def _outlet(self, peer: PeerId) -> Outlet | None:
         """The way to ``peer``; None when all is closed."""
         with self._lock:

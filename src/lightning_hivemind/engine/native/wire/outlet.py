@@ -74,6 +74,11 @@ class Outlet:
         first = self.reach.sock
         return [*self._lanes.connections, *([first] if first is not None else [])]
 
+    def sends(self, number: bytes) -> bool:
+        """Whether something long of that round, or download, is being sent, or waits to be."""
+        with self._changed:
+            return any(header is not None and header.round == number for header in self._unsent)
+
     def forget(self, number: bytes) -> bool:
         """That round, or download, is over: what is long of it need not be sent any more.
 
@@ -85,7 +90,7 @@ class Outlet:
                 self._unsent.difference_update(header for header, _ in queue if header.round == number)
                 queue.clear()
                 queue.extend(kept)
-            return any(header is not None and header.round == number for header in self._unsent)
+        return self.sends(number)
 
     def close(self) -> None:
         self.reach.close()

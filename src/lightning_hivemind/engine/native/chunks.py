@@ -1,0 +1,131 @@
+"""Chunks on their way: between the exchanges of the rounds that this peer is, or was just, in, and the connections."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_hivemind.engine.native.codecs import ChunkCodec
+from lightning_hivemind.engine.native.exchange import Exchange
+from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.memory import Memory
+from lightning_hivemind.engine.native.protocol.actions import SendInput, SendResult
+from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId
+from lightning_hivemind.engine.native.protocol.trailing import MOST as MOST_LATE
+from lightning_hivemind.engine.native.wire.checksum import checksum
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.links import Links
+
+#: more is a peer that calls and never begins
+MOST_EXCHANGES = 4 + MOST_LATE
+
+
+class Chunks:
+    """See the module. ``room`` is called by the threads that read connections, all else by that of the rounds."""
+
+    def __init__(self, layout: Layout, codecs: Sequence[ChunkCodec], me: PeerId, memory: Memory, links: Links) -> None:
+        self._layout, self._codecs, self._me, self._memory, self._links = layout, codecs, me, memory, links
+        self._exchanges: dict[bytes, Exchange] = {}
+        #: rounds of the last commits: some peers may still be waiting for their chunks
+        self._decided: deque[bytes] = deque()
+
+    def open(self, round_id: bytes, values: Tensor | None) -> None:
+        """This peer joins a round with ``values``: see :class:`.Exchange`."""
+        while len(self._exchanges) >= MOST_EXCHANGES:
+            self._exchanges.pop(next(iter(self._exchanges)))
+        self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._me, values, self._memory)
+
+    def of(self, round_id: bytes) -> Exchange | None:
+        """The exchange of that round, if this peer is in it."""
+        return self._exchanges.get(round_id)
+
+    def left_out(self, commit: Commit, *, complete: bool) -> Tensor | None:
+        """See :meth:`.Exchange.left_out`."""
+        exchange = self._exchanges.get(commit.round)
+        return None if exchange is None else exchange.left_out(commit, complete=complete)
+
+    def result(self, round_id: bytes, *, complete: bool) -> Tensor | None:
+        """The average of a round that was committed, if it is ``complete`` here.
+
+        Chunks that wait for a slow line go on to those that lack them, for as many rounds as those may be behind.
+        """
+        exchange = self._exchanges.pop(round_id, None)  # first: nobody is given its memory any more
+        self._decided.append(round_id)
+        if len(self._decided) > MOST_LATE:
+            self._links.forget(self._decided.popleft())
+        return exchange.end(sending=self._links.sends(round_id)) if complete and exchange is not None else None
+
+    def drop(self, round_id: bytes) -> Exchange | None:
+        """That round came to nothing, here at least."""
+        exchange = self._exchanges.pop(round_id, None)
+        self._links.forget(round_id)
+        return exchange
+
+    def drop_all(self) -> None:
+        for round_id in list(self._exchanges):
+            self.drop(round_id)
+
+    # ------------------------------------------------------------------ what comes
+
+    def room(self, peer: PeerId, header: Header) -> memoryview | None:
+        """Where a chunk is to be put; None where it is of a round that is over here, or not yet begun.
+
+        It is asked for again, if it is wanted. Raises WireError: there can be no such chunk.
+        """
+        exchange = self._exchanges.get(header.round)
+        if exchange is None:
+            return None
+        if header.kind is Kind.INPUT:
+            return exchange.room_for_input(header.chunk, peer, header.length)
+        return exchange.room_for_result(header.chunk, header.version, peer, header.length)
+
+    def take(self, peer: PeerId, header: Header, payload: memoryview) -> bool:
+        """A chunk is in the place of :meth:`room`. False if its round is over meanwhile."""
+        exchange = self._exchanges.get(header.round)
+        if exchange is not None and header.kind is Kind.INPUT:
+            exchange.keep(header.chunk, peer, payload)
+        elif exchange is not None:
+            exchange.take(header.chunk, header.version, peer, payload)
+        return exchange is not None
+
+    # ------------------------------------------------------------------ what goes
+
+    def send_input(self, action: SendInput) -> bool:
+        """Send this peer's contribution to a chunk; True if it goes to this peer itself, and is there."""
+        exchange = self._exchanges.get(action.round)
+        if exchange is None:
+            return False
+        if action.to == self._me:
+            exchange.keep_own(action.chunk)
+            return True
+        data = exchange.input(action.chunk)
+        check = checksum(data) if self._links.in_the_clear else 0
+        header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data), checksum=check)
+        self._links.send(action.to, header, (data,))
+        return False
+
+    def send_result(self, action: SendResult) -> bytes | None:
+        """Send a chunk that this peer has reduced; its digest, if this peer itself is to take it."""
+        exchange = self._exchanges.get(action.round)
+        if exchange is None:
+            return None
+        data, check = exchange.reduced(action.chunk)
+        header = Header(
+            kind=Kind.RESULT,
+            round=action.round,
+            chunk=action.chunk,
+            version=action.version,
+            length=len(data),
+            checksum=check,
+        )
+        for peer in action.to:
+            if peer != self._me:
+                self._links.send(peer, header, (data,))
+        return digest_of(check) if self._me in action.to else None
+
+
+def digest_of(check: int) -> bytes:
+    """Of a chunk, as members compare it: its checksum."""
+    return check.to_bytes(4, "big")

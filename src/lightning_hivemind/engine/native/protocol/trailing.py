@@ -1,0 +1,95 @@
+"""Rounds that were committed before this peer had all of their results: those still come, from who reduced them.
+
+So the others need not wait for a slow line, or for a peer that was busy at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_hivemind.engine.native.protocol.actions import Action, Arrived
+from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId
+from lightning_hivemind.engine.native.protocol.member import Member
+from lightning_hivemind.engine.native.protocol.messages import RoundId
+from lightning_hivemind.engine.native.protocol.settings import Settings
+
+#: rounds that a peer may be behind with results: who is further behind comes to no other round
+MOST = 2
+#: after being late, a peer says in so many rounds that it need not be waited for
+REMEMBERED = 8
+
+
+@dataclass(slots=True)
+class _Late:
+    commit: Commit
+    member: Member
+    since: float
+
+
+class Trailing:
+    """See the module. ``emit`` takes what is to be done."""
+
+    def __init__(self, settings: Settings, emit: Callable[[Action], None]) -> None:
+        self._settings, self._emit = settings, emit
+        self._rounds: dict[RoundId, _Late] = {}
+        self._left = 0
+
+    @property
+    def expected(self) -> bool:
+        """Whether this peer was late with one of the last rounds, and will be so again."""
+        return self._left > 0
+
+    @property
+    def full(self) -> bool:
+        return len(self._rounds) >= MOST
+
+    def committed(self, commit: Commit, member: Member | None, now: float) -> bool:
+        """A round of this peer (as this ``member``) is decided. Whether results of it are still to come."""
+        if member is None:
+            return False
+        late = member.digest != commit.digest
+        coming = late and member.plan.contributions == commit.contributions  # else of a plan that never got here
+        self._left = REMEMBERED if late else max(0, self._left - 1)
+        if coming:
+            self._rounds[commit.round] = _Late(commit, member, now)
+        return coming
+
+    def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
+        """A part of a chunk of ``peer`` has arrived."""
+        if (late := self._rounds.get(round_id)) is not None:
+            late.member.heard(peer, now)
+
+    def result_arrived(self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId) -> None:
+        late = self._rounds.get(round_id)
+        if late is not None and late.member.take(chunk, version, digest, owner):
+            found = late.member.digest
+            if found is not None:
+                self._end(round_id, complete=found == late.commit.digest)
+
+    def lost(self, peer: PeerId) -> None:
+        for round_id in [one for one, late in self._rounds.items() if peer in late.member.owed()]:
+            self._end(round_id, complete=False)
+
+    def tick(self, now: float) -> None:
+        for round_id, late in list(self._rounds.items()):
+            if now >= self._deadline_of(late):
+                self._end(round_id, complete=False)
+
+    @property
+    def deadline(self) -> float:
+        return min(map(self._deadline_of, self._rounds.values()), default=float("inf"))
+
+    def clear(self) -> None:
+        """This peer takes another state."""
+        for round_id in list(self._rounds):
+            self._end(round_id, complete=False)
+
+    def _deadline_of(self, late: _Late) -> float:
+        """When the one that owes this peer results, and has said nothing of them for the longest, is given up."""
+        heard = (max(late.since, late.member.heard_at(peer)) for peer in late.member.owed())
+        return min(heard, default=late.since) + self._settings.stall_s
+
+    def _end(self, round_id: RoundId, *, complete: bool) -> None:
+        del self._rounds[round_id]
+        self._emit(Arrived(round=round_id, complete=complete))

@@ -1,0 +1,165 @@
+"""A peer that is late with the results of a round: the others go on, and it gets them afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hivemind.engine.native.protocol.actions import Apply, Arrived
+from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Message
+from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.protocol.trailing import MOST, REMEMBERED
+from swarm.table import Data, Table, by_rank
+
+SETTINGS = Settings(run="run", target_samples=16, chunks=3)
+FIRST, SECOND, THIRD = by_rank(["a", "b", "c"], "run")
+SAMPLES = {"a": 8, "b": 8, "c": 8}
+
+
+def slow_to_receive(name: str) -> Table:
+    """Results for ``name`` stay on the table until they are released."""
+    table = Table(["a", "b", "c"], SETTINGS)
+    table.hold = lambda sender, to, what: to == name != sender and isinstance(what, Data) and bool(what.digest)
+    return table
+
+
+def seen(table: Table, name: str, kind: type) -> list[object]:
+    return [action for who, action in table.done if who == name and isinstance(action, kind)]
+
+
+def plans(table: Table, name: str) -> list[Plan]:
+    """All that ``name`` sends from now on."""
+    found: list[Plan] = []
+    hold = table.hold
+
+    def watch(sender: str, to: str, what: Message | Data) -> bool:
+        if sender == name and isinstance(what, Begin):
+            found.append(what.plan)
+        return hold(sender, to, what)
+
+    table.hold = watch
+    return found
+
+
+def test_who_is_late_is_in_the_step_and_has_its_average_a_little_later() -> None:
+    table = slow_to_receive(THIRD)
+    table.train(**SAMPLES)
+    table.flow()
+    assert not table.applied[FIRST], "at first the others wait for it"
+    table.wait(SETTINGS.patience_s + 0.1)
+    (step,) = table.applied[FIRST]
+    assert table.applied[SECOND] == table.applied[THIRD] == [step]
+    assert {one.peer for one in step.contributions} == {*"abc"}
+    (late,) = seen(table, THIRD, Apply)
+    assert isinstance(late, Apply)
+    assert (late.complete, late.coming) == (False, True)
+    assert not seen(table, THIRD, Arrived)
+    table.release()
+    assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=True)]
+    assert not seen(table, FIRST, Arrived)
+
+
+def test_who_was_late_once_is_not_waited_for_in_the_rounds_that_follow_and_then_again() -> None:
+    table = slow_to_receive(THIRD)
+    table.train(**SAMPLES)
+    table.wait(SETTINGS.patience_s + 0.1)
+    table.hold = lambda *_: False
+    found = [plans(table, name) for name in "abc"]
+    for number in range(REMEMBERED + 1):
+        table.train(**SAMPLES)
+        table.flow()
+        assert len(table.applied[FIRST]) == number + 2, "at once"
+    rounds = sorted({plan.round: plan for some in found for plan in some}.values(), key=lambda plan: plan.parent.epoch)
+    assert [plan.trailing for plan in rounds] == [(THIRD,)] * REMEMBERED + [()]
+    assert THIRD not in {plan.coordinator for plan in rounds[:REMEMBERED]}, "it would hold up all"
+
+
+def test_who_is_further_behind_comes_to_no_other_round_until_it_has_caught_up() -> None:
+    table = slow_to_receive(THIRD)
+    for number in range(MOST):
+        table.train(**SAMPLES)
+        table.wait(SETTINGS.patience_s + 0.1)
+        assert len(table.applied[FIRST]) == number + 1
+    declined: list[str] = []
+    hold = table.hold
+
+    def watch(sender: str, to: str, what: Message | Data) -> bool:
+        declined.extend([sender] if isinstance(what, Decline) else [])
+        return hold(sender, to, what)
+
+    table.hold = watch
+    table.train(**SAMPLES)
+    table.flow()
+    assert len(table.applied[FIRST]) == MOST + 1, "nobody waits for it"
+    assert set(declined) == {THIRD}
+    assert THIRD not in {one.peer for one in table.applied[FIRST][-1].contributions}
+
+
+@pytest.mark.parametrize("ends", ["the owner is lost", "nothing comes any more", "a state is taken"])
+def test_results_that_will_not_come_are_given_up(ends: str) -> None:
+    table = slow_to_receive(THIRD)
+    table.train(**SAMPLES)
+    table.wait(SETTINGS.patience_s + 0.1)
+    (step,) = table.applied[THIRD]
+    table.held.clear()
+    if ends == "the owner is lost":
+        for name in (FIRST, SECOND):
+            table.kill(name)
+    elif ends == "a state is taken":
+        table.peers[THIRD].adopt(step.head, (step,), table.now)
+    else:
+        table.wait(SETTINGS.stall_s + 0.1)
+    table.flow()
+    assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
+
+
+def test_as_long_as_something_comes_a_late_peer_waits_for_the_rest() -> None:
+    table = slow_to_receive(THIRD)
+    table.train(**SAMPLES)
+    table.wait(SETTINGS.patience_s + 0.1)
+    (step,) = table.applied[THIRD]
+    for _ in range(8):
+        table.wait(SETTINGS.stall_s / 2)
+        for name in (FIRST, SECOND):
+            table.peers[THIRD].heard(step.round, name, table.now)
+    assert not seen(table, THIRD, Arrived)
+    table.wait(SETTINGS.stall_s + 0.1)
+    assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
+
+
+def test_the_others_wait_as_long_again_as_the_quick_ones_took() -> None:
+    """For a peer that is nearly as quick as they are; what is slow for all is slow for nobody."""
+    table = slow_to_receive(THIRD)
+    slow = 4.0
+    hold = table.hold
+    table.hold = lambda sender, to, what: hold(sender, to, what) or (isinstance(what, Data) and table.now < slow)
+    table.train(**SAMPLES)
+    table.wait(slow)
+    late = [letter for letter in table.held if letter[1] == THIRD and letter[2].digest]  # type: ignore[union-attr]
+    letters = [letter for letter in table.held if letter not in late]
+    table.held = late
+    for letter in letters:
+        table.read(*letter)
+    table.flow()
+    table.wait(0.8 * slow)
+    assert not table.applied[FIRST]
+    table.wait(0.4 * slow)
+    assert table.applied[FIRST]
+
+
+def test_nobody_leads_a_round_for_which_it_would_have_to_be_waited_for() -> None:
+    """A peer with two rounds to come calls none itself either."""
+    table = slow_to_receive(THIRD)
+    called: list[str] = []
+    hold = table.hold
+
+    def watch(sender: str, to: str, what: Message | Data) -> bool:
+        called.extend([sender] if isinstance(what, Call) else [])
+        return hold(sender, to, what)
+
+    table.hold = watch
+    for _ in range(6):
+        table.train(**SAMPLES)
+        table.wait(SETTINGS.patience_s + 0.1)
+    assert len(table.applied[FIRST]) == 6
+    assert THIRD not in called[2:]
