@@ -189,6 +189,23 @@ class StateLoaded(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GradientHandedOver(Event):
+    """With ``engine="native"``: this peer's line is slow; ``peer`` gives the gradient of ``samples`` to the next step.
+
+    It took ``duration_s`` to send it; nobody waited for that.
+    """
+
+    sentence: ClassVar[str] = (
+        "global step {epoch}: this peer's line is slow; peer {peer} has the gradient of {samples} samples after"
+        " {duration_s:.1f} s, and gives it to the next step"
+    )
+    epoch: int
+    peer: str
+    samples: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepsUndone(Event):
     """With ``engine="native"``: the swarm had fallen apart, and this peer takes the state of who made more samples.
 

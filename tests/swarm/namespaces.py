@@ -91,8 +91,17 @@ def star_of_namespaces(network: str = "10.77") -> Iterator[tuple[Namespace, Name
 
 
 @contextlib.contextmanager
-def homes(count: int, uplink_mbit_s: float) -> Iterator[list[Namespace]]:
-    """So many namespaces around one switch, each sending no faster than that; and their end, as above."""
+def homes(
+    count: int,
+    uplink_mbit_s: float,
+    *,
+    slower: dict[int, float] | None = None,
+    downlinks: dict[int, float] | None = None,
+) -> Iterator[list[Namespace]]:
+    """So many namespaces around one switch, each sending no faster than that; and their end, as above.
+
+    ``slower``: those, by number, that send no faster than this; ``downlinks``: that receive no faster.
+    """
     with namespaces(*(f"10.77.0.{number + 1}" for number in range(count)), "") as (*found, switch):
         run(*switch.command("ip", "link", "add", "bridge", "type", "bridge"))
         run(*switch.command("ip", "link", "set", "bridge", "up"))
@@ -102,8 +111,9 @@ def homes(count: int, uplink_mbit_s: float) -> Iterator[list[Namespace]]:
             run(*switch.command("ip", "link", "set", plug, "master", "bridge", "up"))
             run(*home.command("ip", "addr", "add", f"{home.address}/24", "dev", "line"))
             run(*home.command("ip", "link", "set", "line", "up"))
-            shape = ("rate", f"{uplink_mbit_s}mbit", "burst", "64kb", "latency", "100ms")
-            run(*home.command("tc", "qdisc", "add", "dev", "line", "root", "tbf", *shape))
+            _shape(home, "line", (slower or {}).get(number, uplink_mbit_s))
+            if number in (downlinks or {}):
+                _shape(switch, plug, (downlinks or {})[number])
         yield found
 
 
@@ -129,6 +139,11 @@ def _cable(number: int, first: Namespace, second: Namespace, network: str = "10.
     for end, space in ((1, first), (2, second)):
         run(*space.command("ip", "addr", "add", f"{network}.{number}.{end}/24", "dev", name))
         run(*space.command("ip", "link", "set", name, "up"))
+
+
+def _shape(space: Namespace, device: str, mbit_s: float) -> None:
+    shape = ("rate", f"{mbit_s}mbit", "burst", "64kb", "latency", "100ms")
+    run(*space.command("tc", "qdisc", "add", "dev", device, "root", "tbf", *shape))
 
 
 def _remove(space: Namespace) -> None:

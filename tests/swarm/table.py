@@ -21,6 +21,7 @@ from lightning_hivemind.engine.native.protocol.actions import (
     Send,
     SendInput,
     SendResult,
+    TellGone,
 )
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, rank
 from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
@@ -142,6 +143,8 @@ class Table:
             case Apply(commit=commit):
                 self.applied[name].append(commit)
                 self.done.append((name, action))
+            case TellGone(to=to, ended=ended):
+                self.letters.append((name, to, ended))
             case Arrived() | GiveUp() | CatchUp() | Note():
                 self.done.append((name, action))
             case _:

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.checks import assert_complete, assert_ledger, together
 from swarm.harness import Swarm
-from swarm.namespaces import homes, joined_namespaces, run, star_of_namespaces, why_no_homes, why_unavailable
+from swarm.namespaces import homes, joined_namespaces, star_of_namespaces, why_no_homes, why_unavailable
 from swarm.network_process import SCRIPT, PeerProcess
 from swarm.spec import ENDLESS
 
@@ -126,9 +126,7 @@ class TestNative:
         """Of 1.3 MB of a gradient it sends what others reduce: a second and more, with 0.5 MB/s."""
         if reason := why_no_homes():
             pytest.skip(reason)
-        with homes(3, 1000.0) as spaces:
-            slow = ("rate", "4mbit", "burst", "64kb", "latency", "100ms")
-            run(*spaces[2].command("tc", "qdisc", "change", "dev", "line", "root", "tbf", *slow))
+        with homes(3, 1000.0, slower={2: 4.0}) as spaces:
             steps, places = 6, [{"network": space.name} for space in spaces]
             peers = swarm.start(
                 3, peers=places, model={"width": 512}, trainer={"max_steps": steps}, delay_s=0.05, quick=False

@@ -26,6 +26,7 @@ from lightning_hivemind.engine.native.protocol.actions import (
     Send,
     SendInput,
     SendResult,
+    TellGone,
 )
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
@@ -236,6 +237,8 @@ class SimulatedPeer:
                 self._apply(action)
             case Arrived():
                 self._arrived(action)
+            case TellGone(to=to, ended=ended):
+                self._send(to, ended)
             case GiveUp(round=round_id):
                 self._mine.pop(round_id, None)
                 self.boxes.pop(round_id, None)

@@ -22,7 +22,7 @@ from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
 from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
-from lightning_hivemind.engine.native.seam import Given
+from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
@@ -45,6 +45,8 @@ class Trainee:
         self.came: list[bool] = []
         self.returns: list[str] = []
         self.refusals = 0
+        self.outcomes: list[tuple[str, Outcome]] = []
+        self.carried: list[Parcel] = []
         self._number, self.slow_s = 0, 0.0
 
     def give(self) -> Given:
@@ -84,6 +86,23 @@ class Trainee:
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         self.returns.append("behind")
+
+    hands_over = False
+    carries = True
+
+    def hand_over(self, takes_s: float) -> Parcel | None:
+        return Parcel(self.values, self.samples, 0) if self.hands_over and self.samples else None
+
+    def handed_over(self, to: str, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
+        self.outcomes.append((to, outcome))
+        self.samples = self.samples if outcome is Outcome.BACK else 0
+
+    def carry(self, parcel: Parcel) -> bool:
+        self.carried.append(parcel)
+        return True
+
+    def too_old(self, epoch: int) -> bool:
+        return False
 
     def adopted(self, head: Head) -> None:
         pass

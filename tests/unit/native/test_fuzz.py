@@ -80,6 +80,9 @@ class Nowhere:
     def forget(self, round_id: bytes) -> None:
         pass
 
+    def sends(self, round_id: bytes, to: str | None = None) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

@@ -95,7 +95,7 @@ def test_who_is_further_behind_comes_to_no_other_round_until_it_has_caught_up() 
     assert THIRD not in {one.peer for one in table.applied[FIRST][-1].contributions}
 
 
-@pytest.mark.parametrize("ends", ["the owner is lost", "nothing comes any more", "a state is taken"])
+@pytest.mark.parametrize("ends", ["the owner is lost", "nothing comes", "they are not kept", "a state is taken"])
 def test_results_that_will_not_come_are_given_up(ends: str) -> None:
     table = slow_to_receive(THIRD)
     table.train(**SAMPLES)
@@ -107,8 +107,13 @@ def test_results_that_will_not_come_are_given_up(ends: str) -> None:
             table.kill(name)
     elif ends == "a state is taken":
         table.peers[THIRD].adopt(step.head, (step,), table.now)
+    elif ends == "they are not kept":
+        table.wait(SETTINGS.resend_s + 0.1)  # it asks
     else:
-        table.wait(SETTINGS.stall_s + 0.1)
+        table.hold = lambda sender, *_: sender == THIRD
+        table.wait(SETTINGS.stall_s - 0.2)
+        assert not seen(table, THIRD, Arrived)
+        table.wait(0.3)
     table.flow()
     assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
 
@@ -118,12 +123,12 @@ def test_as_long_as_something_comes_a_late_peer_waits_for_the_rest() -> None:
     table.train(**SAMPLES)
     table.wait(SETTINGS.patience_s + 0.1)
     (step,) = table.applied[THIRD]
-    for _ in range(8):
-        table.wait(SETTINGS.stall_s / 2)
+    while table.now < 3 * SETTINGS.stall_s:
+        table.wait(SETTINGS.resend_s / 2)
         for name in (FIRST, SECOND):
             table.peers[THIRD].heard(step.round, name, table.now)
     assert not seen(table, THIRD, Arrived)
-    table.wait(SETTINGS.stall_s + 0.1)
+    table.wait(2 * SETTINGS.resend_s)
     assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
 
 

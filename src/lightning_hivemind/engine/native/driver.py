@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_hivemind.engine.native.carrying.ends import KINDS, Ends
 from lightning_hivemind.engine.native.chunks import Chunks, digest_of
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import UnusableInput
@@ -31,6 +32,7 @@ from lightning_hivemind.engine.native.protocol.actions import (
     Send,
     SendInput,
     SendResult,
+    TellGone,
 )
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
 from lightning_hivemind.engine.native.protocol.peer import Peer
@@ -74,6 +76,9 @@ class Driver:
         #: a round that has called, and until when this peer may finish its batch first
         self._called: tuple[bytes, float] | None = None
         self._links: Links | None = None
+        self._carrying: Ends | None = None
+        #: whether all of the line is there for the round that this peer has joined
+        self._whole_line = False
         self._donor: Donor | None = None
         self._downloads: Downloads | None = None
         self.status = Status()
@@ -85,6 +90,7 @@ class Driver:
         """Begin; without ``donor`` and ``downloads`` nothing is said about states."""
         self._links, self._donor, self._downloads = links, donor, downloads
         self._chunks = Chunks(self._layout, self._codecs, self._peer.me, self._memory, links)
+        self._carrying = Ends(links, self._peer, self._training, self._layout, self._codecs, self._memory)
         self._wakefulness.start()
         self._thread.start()
 
@@ -147,6 +153,8 @@ class Driver:
                 if header.length > MAX_QUESTION_BYTES:
                     raise WireError(f"a question of {header.length} bytes; at most {MAX_QUESTION_BYTES} are taken")
                 return memoryview(bytearray(header.length))
+            case Kind.OFFERED | Kind.PARCEL | Kind.RECEIPT if self._carrying is not None:
+                return self._carrying.room(peer, header)
             case Kind.STATE if self._downloads is not None:
                 return self._downloads.room(peer, header)
             case _:
@@ -168,6 +176,8 @@ class Driver:
             self._events.put_from(peer, header.length, lambda now: self._take_input(peer, header, payload, now))
         elif header.kind is Kind.RESULT:
             self._events.put_from(peer, header.length, lambda now: self._take_result(peer, header, payload, now))
+        elif header.kind in KINDS and self._carrying is not None:
+            self._events.put_from(peer, header.length, self._carrying.read(peer, header, payload))
         elif header.kind is Kind.REQUEST and self._donor is not None:
             self._donor.asked(peer, header.round, read_question(payload))
         elif header.kind is Kind.STATE and self._downloads is not None:
@@ -175,10 +185,15 @@ class Driver:
 
     def lost(self, peer: PeerId, reason: str) -> None:
         log.info("no connection to peer %s: %s", peer, reason)
-        self._events.put(lambda now: self._peer.lost(peer, now))
+        self._events.put(lambda now: self._lost(peer, now))
         for part in (self._donor, self._downloads):
             if part is not None:
                 part.lost(peer)
+
+    def _lost(self, peer: PeerId, now: float) -> None:
+        self._peer.lost(peer, now)
+        if self._carrying is not None:
+            self._carrying.lost(peer, now)
 
     def _take_input(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
         if self._traffic.take(peer, header, payload):
@@ -205,6 +220,9 @@ class Driver:
         event(self._now())
         self._carry_out()
         self._answer_call(self._now())
+        if self._carrying is not None and self._carrying.look(self._now()):
+            self._count(self._now())
+            self._carry_out()
         peer = self._peer
         self.status = Status(
             head=peer.head,
@@ -292,6 +310,8 @@ class Driver:
                 if (exchange := self._traffic.of(plan.round)) is not None:
                     exchange.begin(plan)
                     self._members = frozenset(plan.members)
+                    if not plan.version and self._whole_line and self._carrying is not None:
+                        self._carrying.begun(plan, self._now())
                     if exchange.gives and self._peer.me not in plan.contributors:
                         self._refused()
             case SendInput(round=round_id, chunk=chunk):
@@ -311,6 +331,9 @@ class Driver:
             case Arrived(round=round_id, complete=complete):
                 self._training.arrived(round_id, self._traffic.result(round_id, complete=complete))
                 self._count(self._now())
+            case TellGone(to=to, ended=ended):
+                if not self._connections.sends(ended.round, to):
+                    self._do(Send(to=to, message=ended))
             case GiveUp(round=round_id, reason=reason):
                 exchange = self._traffic.drop(round_id)
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
@@ -325,6 +348,7 @@ class Driver:
         given = self._training.give()
         self._traffic.open(round_id, given.values)
         self._given = round_id
+        self._whole_line = given.offer.bandwidth >= 1.0
         offer = replace(given.offer, bandwidth=given.offer.bandwidth * self._connections.upload_rate)
         self._peer.join(round_id, offer, self._now())
         if given.values is None:

@@ -217,6 +217,8 @@ class NativeEngine:
                 lost = 0
             if refused := handover.take_refused():
                 self._reports.refused(self.epoch, refused)
+            for handed in handover.take_handed():
+                self._reports.handed_over(self.epoch, handed)
             if handover.owes and not self._owes_nothing(handover):
                 continue
             with handover.changed:

@@ -158,7 +158,7 @@ class Exchange:
                 torch.mul(values, weight, out=target)
             else:
                 target.add_(values, alpha=weight)
-        if not _finite(target):  # as soon as one input is not, or their sum overflows
+        if not finite(target):  # as soon as one input is not, or their sum overflows
             self._refuse(chunk, contributions)
         average = self._memory.scratch(size).copy_(target) if codec.leaves_out else target
         data = codec.encode(target, self._memory)
@@ -171,7 +171,7 @@ class Exchange:
         values = torch.empty(self._layout.size(chunk))
         for one in contributions:
             self._codecs[chunk].decode(self._inputs[chunk, one.peer], values)
-            if not _finite(values):
+            if not finite(values):
                 raise UnusableInput(one.peer, "its gradient has values that are not finite")
         raise UnusableInput(contributions[-1].peer, "with its gradient the sum is more than float32 can hold")
 
@@ -251,6 +251,6 @@ def _is_at(data: memoryview, values_N: Tensor) -> bool:
     return len(data) > 0 and view_of(data, torch.uint8).data_ptr() == values_N.data_ptr()
 
 
-def _finite(values_N: Tensor) -> bool:
+def finite(values_N: Tensor) -> bool:
     """Whether all values are finite; the sum says so at once unless it overflows itself."""
     return bool(torch.isfinite(values_N.sum())) or bool(torch.isfinite(values_N).all())

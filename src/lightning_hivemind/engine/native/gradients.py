@@ -9,29 +9,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.low_rank import LowRank
+from lightning_hivemind.engine.native.means import Made, Mean
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
+from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, views
-
-
-@dataclass(frozen=True, slots=True)
-class _Mean:
-    """``values`` float32 CPU (elements,): the mean gradient of ``samples``, the oldest of ``epoch``.
-
-    ``numbers``: the contributions that it was, or was a part of, already.
-    """
-
-    values: Tensor
-    samples: int
-    epoch: int
-    numbers: frozenset[int] = frozenset()
 
 
 class Gradients:
@@ -82,9 +71,12 @@ class Gradients:
         self.sizes = sizes if low_rank is None else low_rank.sizes[:-1]
         self.elements, self.moments = sum(self.sizes) + self.marks, statistics.moments
         self.of_gradients = len(self.sizes) - len(statistics.tensors)
-        #: what a round has now, and what came back from one
-        self._given: tuple[Contribution, _Mean] | None = None
-        self._back: _Mean | None = None
+        #: what a round has now, what is being handed to another peer, and what came back from either
+        self._given: Made | None = None
+        self._handed: Made | None = None
+        self._back: Mean | None = None
+        #: other peers' gradients that are given with this one's
+        self._carried: list[Mean] = []
         self._number = time.time_ns() // 1000  # grows over restarts, too
         #: of sums over samples that were given before (error feedback); see :meth:`.Exchange.left_out`
         self._left_out: Tensor | None = None
@@ -108,8 +100,9 @@ class Gradients:
 
     @property
     def _samples(self) -> int:
-        given = self._given[1].samples if self._given is not None else 0
-        return self._sum.samples + given + (self._back.samples if self._back is not None else 0)
+        given = self._given.contribution.samples if self._given is not None else 0
+        waiting = [self._back] if self._back is not None else []
+        return self._sum.samples + given + sum(one.samples for one in (*waiting, *self._carried))
 
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch of ``samples`` by, before its backward pass."""
@@ -170,45 +163,70 @@ class Gradients:
         """
         with self._lock:
             assert self._given is None, "one round at a time"
-            mean, self._number = self._take_all(), self._number + 1
-            if mean is None:
+            found = self._collect()
+            if found is None:
                 return None
-            self._back = mean
-            values: Tensor | None = mean.values
-            if self._low_rank is not None:
-                marks = self._marks(mean.values)
-                marks.copy_(torch.maximum(self._ever, marks, out=self._ever))
-                values = self._low_rank.pack(mean.values, self._number, mean.samples, self._head_epoch)
-            if values is None:
-                return None
-            if self._left_out is not None:
-                given = self._memory.floats(values.numel())
-                values = torch.add(values, self._left_out, alpha=1 / mean.samples, out=given)
-                self._mark_left_out(given, self._left_out)
-            self._back = None
-            mean = replace(mean, numbers=mean.numbers | {self._number})
-            contribution = Contribution(peer=self._me, number=self._number, samples=mean.samples)
-            self._given = (contribution, mean)
-            return contribution, values
+            self._given, values = found
+            return self._given.contribution, values
+
+    @torch.no_grad()
+    def hand_over(self, steps: int) -> tuple[int, Parcel | None]:
+        """As :meth:`give`, but to another peer, which gives it to a round; it will have it after so many more steps.
+
+        Returns the samples that are too old for that, and dropped; and None if there is nothing, or if it cannot be.
+        """
+        with self._lock:
+            assert self._handed is None, "one peer at a time"
+            if not self.can_be_carried or self._left_out is not None or steps > self._max_staleness:
+                return 0, None
+            lost = self._prune(steps)
+            found = self._collect()
+            if found is None:
+                return lost, None
+            self._handed, values = found
+            return lost, Parcel(values, self._handed.contribution.samples, self._handed.epoch)
+
+    def handed_over(self, *, back: bool) -> int:
+        """It is that peer's now, or was lost; or it is ``back``. Returns the samples that are too old, and dropped."""
+        with self._lock:
+            handed, self._handed = self._handed, None
+            if handed is None or not back:
+                return 0
+            self._recover(handed)
+            return self._prune()
+
+    def carry(self, parcel: Parcel) -> bool:
+        """Give another peer's gradient, too: as from :meth:`hand_over`. False if it is too old, or cannot be."""
+        with self._lock:
+            steps = 0 if self._given is None else 1  # that round goes without it
+            fits = self.can_be_carried and not self._too_old(parcel.epoch, steps)
+            if fits:
+                self._carried.append(Mean(parcel.values, parcel.samples, parcel.epoch))
+            return fits
+
+    def too_old(self, epoch: int) -> bool:
+        """Whether what was computed with the parameters of ``epoch`` can be in no step any more."""
+        with self._lock:
+            return self._too_old(epoch)
 
     def returned(self) -> None:
         """The round came to nothing: the next one gets it, with what was added meanwhile."""
         with self._lock:
-            if self._given is not None:
-                self._take_back(self._given[1])
-                self._given = None
+            given, self._given = self._given, None
+            if given is not None:
+                self._recover(given)
 
     def refused(self) -> int:
         """What was given cannot be used: it is dropped, and not given again. Returns its samples."""
         with self._lock:
             given, self._given = self._given, None
-            return given[1].samples if given is not None else 0
+            return given.contribution.samples if given is not None else 0
 
     def counted(self, listed: Collection[Contribution]) -> Tensor | None:
         """With ``local_step``: the changes of this peer that are in a commit which lists these; None if none are."""
         with self._lock:
-            mean = self._given[1] if self._given is not None else self._back
-            mine = mean is not None and not mean.numbers.isdisjoint(one.number for one in listed)
+            mean = self._given.own if self._given is not None else self._back
+            mine = mean is not None and mean.is_in([one.number for one in listed])
             return mean.values if self._local and mean is not None and mine else None
 
     @torch.no_grad()
@@ -218,23 +236,24 @@ class Gradients:
         ``left_out`` is what the last one has left of them, if it is known.
         Returns the samples that are too old now, and dropped.
         """
-        counted = {one.number: one.samples for one in listed}
+        counted = {one.number for one in listed}
         with self._lock:
             self._head_epoch = epoch
             if listed or self._left_out is None:
                 self._left_out = left_out
             elif left_out is not None:
                 self._left_out.add_(left_out)
-            given = self._given[1] if self._given is not None else None
-            waiting = [mean for mean in (given, self._back) if mean is not None]
+            own, carried = (self._given.own, self._given.carried) if self._given is not None else (None, ())
+            waiting = [mean for mean in (own, self._back) if mean is not None]
             self._given, self._back, dropped = None, None, 0
+            self._carried = [mean for mean in (*carried, *self._carried) if not mean.is_in(counted)]
             for mean in waiting:
-                if not mean.numbers & counted.keys():
+                if not mean.is_in(counted):
                     self._take_back(mean)
                     continue
-                dropped += mean.samples - sum(counted.get(number, 0) for number in mean.numbers)
+                dropped += mean.samples - sum(mean.given.get(number, 0) for number in counted)
                 if self._low_rank is not None:
-                    self._low_rank.counted(counted.keys())
+                    self._low_rank.counted(counted)
             return dropped + self._prune()
 
     def stands_at(self, epoch: int) -> None:
@@ -261,17 +280,63 @@ class Gradients:
         with self._lock:
             self._head_epoch = epoch
             lost, self._given, self._back, self._left_out = self._samples, None, None, None
+            self._carried.clear()
             self._sum.clear()
             self._ever.zero_()
             return lost
 
     # ------------------------------------------------------------------ private
 
-    def _take_back(self, mean: _Mean) -> None:
+    @property
+    def can_be_carried(self) -> bool:
+        """Whether the values of several peers have a mean that is one peer's: not factors, nor changes since a step."""
+        return self._low_rank is None and not self._local and self._max_staleness > 0
+
+    def _collect(self) -> tuple[Made, Tensor] | None:
+        """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
+        own, self._number = self._take_all(), self._number + 1
+        self._back = own
+        parts = [*([own] if own is not None else []), *self._carried]
+        if not parts:
+            return None
+        samples = sum(one.samples for one in parts)
+        values: Tensor | None = parts[0].values if len(parts) == 1 else self._mean_of(parts, samples)
+        if self._low_rank is not None and values is not None:
+            marks = self._marks(values)
+            marks.copy_(torch.maximum(self._ever, marks, out=self._ever))
+            values = self._low_rank.pack(values, self._number, samples, self._head_epoch)
+        if values is None:
+            return None
+        if self._left_out is not None:
+            given = self._memory.floats(values.numel())
+            values = torch.add(values, self._left_out, alpha=1 / samples, out=given)
+            self._mark_left_out(given, self._left_out)
+        number, self._back = self._number, None
+        carried, self._carried = tuple(one.gave(number) for one in self._carried), []
+        contribution = Contribution(peer=self._me, number=number, samples=samples)
+        return Made(contribution, own.gave(number) if own is not None else None, carried), values
+
+    def _mean_of(self, parts: Sequence[Mean], samples: int) -> Tensor:
+        """Of several peers: each one's changes of statistics are its own."""
+        values = self._memory.floats(self.whole)
+        marks = [self._marks(one.values) for one in parts]
+        torch.mul(parts[0].values, parts[0].samples / samples, out=values)
+        for one in parts[1:]:
+            values.add_(one.values, alpha=one.samples / samples)
+        self._marks(values).copy_(torch.stack(marks).amax(0))
+        return values
+
+    def _recover(self, given: Made) -> None:
+        """For the next round, with what waits for it already."""
+        self._carried = [*given.carried, *self._carried]
+        if given.own is not None:
+            self._take_back(given.own)
+
+    def _take_back(self, mean: Mean) -> None:
         """For the next round, with what waits for it already."""
         self._back = mean if self._back is None else self._merged(self._back, mean)
 
-    def _take_all(self) -> _Mean | None:
+    def _take_all(self) -> Mean | None:
         """What came back from a round, with what was summed since, of which another sum begins."""
         total = self._sum
         if self._local and self._statistics.epoch != self._head_epoch:
@@ -282,10 +347,10 @@ class Gradients:
             return self._back
         samples, epoch, values = total.samples, total.epoch, total.take()
         values[total.elements : self.whole - self.marks] = self._statistics.changes(self._head_epoch)
-        mean = _Mean(values, samples, epoch)
+        mean = Mean(values, samples, epoch)
         return mean if self._back is None else self._merged(self._back, mean)
 
-    def _merged(self, older: _Mean, newer: _Mean) -> _Mean:
+    def _merged(self, older: Mean, newer: Mean) -> Mean:
         """Gradients by samples; the newer changes of statistics contain the older ones."""
         samples, trained = older.samples + newer.samples, self._sum.elements
         values = self._memory.floats(self.whole)  # not in place: a connection may still be sending either of them
@@ -293,7 +358,7 @@ class Gradients:
         values[:trained].add_(older.values[:trained], alpha=older.samples / samples)
         values[trained:] = newer.values[trained:]
         torch.maximum(self._marks(older.values), self._marks(newer.values), out=self._marks(values))
-        return _Mean(values, samples, min(older.epoch, newer.epoch), older.numbers | newer.numbers)
+        return Mean(values, samples, min(older.epoch, newer.epoch), {**older.given, **newer.given})
 
     def _marks(self, flat: Tensor) -> Tensor:
         return flat[flat.numel() - self.marks :]
@@ -305,14 +370,16 @@ class Gradients:
                 if not mark and part.any():
                     mark.fill_(1.0)
 
-    def _prune(self) -> int:
-        """Drop what is too old; returns the samples."""
-        oldest, dropped = self._head_epoch - self._max_staleness, 0
-        if self._local:
-            return 0
-        if self._back is not None and self._back.epoch < oldest:
-            dropped, self._back = self._back.samples, None
-        if self._sum.samples and self._sum.epoch < oldest:
+    def _prune(self, steps: int = 0) -> int:
+        """Drop what is too old, or will be after so many steps; returns the samples."""
+        dropped = sum(one.samples for one in self._carried if self._too_old(one.epoch, steps))
+        self._carried = [one for one in self._carried if not self._too_old(one.epoch, steps)]
+        if self._back is not None and self._too_old(self._back.epoch, steps):
+            dropped, self._back = dropped + self._back.samples, None
+        if self._sum.samples and self._too_old(self._sum.epoch, steps):
             dropped += self._sum.samples
             self._sum.clear()
         return dropped
+
+    def _too_old(self, epoch: int, steps: int = 0) -> bool:
+        return not self._local and epoch < self._head_epoch + steps - self._max_staleness

@@ -17,7 +17,7 @@ from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Offer
-from lightning_hivemind.engine.native.seam import Given
+from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.spill import on_disk
 from lightning_hivemind.engine.native.trail import Decided
 from lightning_hivemind.errors import SwarmError
@@ -50,6 +50,16 @@ class Step:
     began: float
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What became of a gradient that was handed to another peer."""
+
+    to: PeerId
+    samples: int
+    outcome: Outcome
+    duration_s: float
+
+
 class Handover:
     """Implements :class:`.seam.Training`; see the module. All times are of ``time.monotonic``.
 
@@ -75,7 +85,9 @@ class Handover:
         self._began = 0.0
         #: since when no batch could begin for rounds
         self._since: float | None = None
-        self.owes = self.under_way = self.stop_wanted = False
+        self.owes = self.under_way = self.stop_wanted = self.hands_over = False
+        #: what became of what it handed to other peers
+        self._handed: list[Handed] = []
         self.stops_at: int | None = None
 
     # ------------------------------------------------------------------ the rounds' thread
@@ -83,7 +95,12 @@ class Handover:
     @property
     def samples(self) -> int:
         """Of this peer, for the next commit."""
-        return self._gradients.ready if self._gives and not self.owes else 0
+        return self._gradients.ready if self.gives else 0
+
+    @property
+    def gives(self) -> bool:
+        """Whether this peer gives to rounds what it has."""
+        return self._gives and not self.owes and not self.hands_over
 
     def called(self, now: float) -> float:
         """A round calls: :meth:`ready_at`, for the first time."""
@@ -97,7 +114,7 @@ class Handover:
         If now, the training thread begins no batch before the round is over.
         """
         with self.changed:
-            at = now if self.owes else self._pace.join_at(now)
+            at = now if self.owes or self.hands_over else self._pace.join_at(now)
             if at <= now:
                 self._join(now)
             return at
@@ -106,7 +123,7 @@ class Handover:
         with self.changed:
             self._began = time.monotonic()
             self._join(self._began)
-        found = self._gradients.give() if self._gives and not self.owes else None
+        found = self._gradients.give() if self.gives else None
         contribution, values = found if found is not None else (None, None)
         spare = WHILE_FETCHING if self.owes else 1.0
         offer = Offer(contribution=contribution, reduces=self._reduces, bandwidth=spare, stop=self.stop_wanted)
@@ -164,6 +181,36 @@ class Handover:
     def _learn(self, average: Tensor | None, commit: Commit) -> None:
         if average is not None and self._gives and not self.owes and len(self._steps) < self._most_waiting:
             self._gradients.decided(average, commit.parent.epoch)
+
+    @property
+    def carries(self) -> bool:
+        return self.gives and self._gradients.can_be_carried
+
+    def hand_over(self, takes_s: float) -> Parcel | None:
+        if not self._gives or self.owes:
+            return None
+        with self.changed:
+            steps = self._pace.steps_within(takes_s, time.monotonic())
+        lost, parcel = self._gradients.hand_over(steps)
+        if lost:
+            with self.changed:
+                self._handed.append(Handed("", lost, Outcome.TOO_OLD, 0.0))
+        return parcel
+
+    def handed_over(self, to: PeerId, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
+        lost = self._gradients.handed_over(back=outcome is Outcome.BACK)
+        with self.changed:
+            self._lost += lost
+            if outcome is not Outcome.BACK:
+                self._handed.append(Handed(to, parcel.samples, outcome, duration_s))
+            if outcome is Outcome.TAKEN:
+                self._failures.clear()
+
+    def carry(self, parcel: Parcel) -> bool:
+        return self._gradients.carry(parcel)
+
+    def too_old(self, epoch: int) -> bool:
+        return self._gradients.too_old(epoch)
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         listed = {c: [one for one in c.contributions if one.peer == self._me] for c in commits}
@@ -310,6 +357,12 @@ class Handover:
         with self.changed:
             lost, self._lost = self._lost, 0
             return lost
+
+    def take_handed(self) -> list[Handed]:
+        """What became of gradients that were handed to other peers, since this was asked last."""
+        with self.changed:
+            handed, self._handed = self._handed, []
+            return handed
 
     def take_refused(self) -> int:
         """The same for those that others could not use."""

@@ -18,6 +18,8 @@ REMEMBERED = 5
 COMPARABLE = 2.0
 #: and if this peer gives at least so large a part of what each of the others does: else they lose more by waiting
 WORTH = 1 / 3
+#: of a step, by which what is handed over should be there before it
+MARGIN = 0.2
 #: a batch is waited for until it has taken so many times as long as usual, and at least so many seconds
 OVERTIME, LEAST_S = 3.0, 2.5
 
@@ -42,6 +44,8 @@ class Pace:
         self._mine: float | None = None
         self._each: float | None = None
         self._last_step: float | None = None
+        #: from one step to the next
+        self._step_s: float | None = None
         self._first_call: float | None = None
         self._joined = False
 
@@ -76,6 +80,7 @@ class Pace:
             reached = now if self._first_call is None else self._first_call  # from then on everybody waits
             self._target_s = _mean(self._target_s, max(0.0, reached - self._last_step))
             self._others = _mean(self._others, others_samples)
+            self._step_s = _mean(self._step_s, now - self._last_step)
         if others:
             self._mine, self._each = _mean(self._mine, mine), _mean(self._each, others_samples / others)
         self._last_step, self._first_call = now, None
@@ -93,6 +98,12 @@ class Pace:
             return now
         due = began + max(LEAST_S, OVERTIME * (batch_s or 0.0))
         return min(max(now, due), now + self._longest_s)
+
+    def steps_within(self, duration_s: float, now: float) -> int:
+        """How many steps will probably be decided until then: a little more than a mean one takes, to be sure."""
+        if self._last_step is None or not self._step_s:
+            return 0
+        return int((now - self._last_step + duration_s) / self._step_s + MARGIN)
 
     def hold_until(self, samples: int, now: float) -> float:
         """Between two batches: how long not to begin another one, because the target will be reached before its end.

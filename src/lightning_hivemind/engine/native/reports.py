@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 
 from lightning_hivemind.engine.native.agreement import Difference
-from lightning_hivemind.engine.native.handover import Step
+from lightning_hivemind.engine.native.handover import Handed, Step
+from lightning_hivemind.engine.native.seam import Outcome
 from lightning_hivemind.events import (
     LEFT_BEHIND,
     BatchAccumulated,
     EpochCommitted,
     EventBus,
+    GradientHandedOver,
     ParametersDiffered,
     PeersChanged,
     RoundIncomplete,
@@ -90,6 +92,17 @@ class Reports:
     def refused(self, epoch: int, samples: int) -> None:
         """Samples of this peer whose gradient another one could not use."""
         reason = "the sum of their gradients, or of all peers', is not finite"
+        self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
+
+    def handed_over(self, epoch: int, handed: Handed) -> None:
+        """A gradient was handed to another peer, or that came to nothing."""
+        peer, samples = handed.to, handed.samples
+        if handed.outcome is Outcome.TAKEN:
+            self._events.emit(GradientHandedOver(epoch=epoch, peer=peer, samples=samples, duration_s=handed.duration_s))
+            return
+        reason = f"peer {peer}, to which they were handed over a slow line, was lost"
+        if handed.outcome is Outcome.TOO_OLD:
+            reason = f"this peer's line takes longer to send them than max_staleness={self._max_staleness} allows"
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
 
     def differed(self, found: Difference) -> None:

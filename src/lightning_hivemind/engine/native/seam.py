@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from torch import Tensor
@@ -17,6 +18,27 @@ class Given:
 
     offer: Offer
     values: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A gradient that one peer hands to another one: ``values`` float32 CPU (elements,), of ``samples``.
+
+    ``epoch``: of the parameters with which the oldest of it was computed.
+    """
+
+    values: Tensor
+    samples: int
+    epoch: int
+
+
+class Outcome(Enum):
+    """What became of a parcel."""
+
+    TAKEN = "the other peer gives it to a round"
+    BACK = "it is this peer's own again"
+    TOO_OLD = "no peer can use it"
+    LOST = "the other peer was lost, perhaps with it"
 
 
 class Training(Protocol):
@@ -58,6 +80,25 @@ class Training(Protocol):
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         """This peer follows the others to ``head``, by ``commits`` if they are known; its state is still to come."""
+
+    #: hand what there is to another peer, between rounds, instead of giving it to them; set by the driver
+    hands_over: bool
+
+    @property
+    def carries(self) -> bool:
+        """Whether this peer gives to rounds now, and can give others' gradients with its own."""
+
+    def hand_over(self, takes_s: float) -> Parcel | None:
+        """Fix what this peer hands to another one, with :attr:`hands_over`, in so many seconds; one at a time."""
+
+    def handed_over(self, to: PeerId, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
+        """What became of it."""
+
+    def carry(self, parcel: Parcel) -> bool:
+        """Give another peer's gradient with this one's; False if that cannot be (any more)."""
+
+    def too_old(self, epoch: int) -> bool:
+        """Whether no step can have what was computed with the parameters of ``epoch``."""
 
     def adopted(self, head: Head) -> None:
         """This peer stands at ``head``, with the state that it has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
-from lightning_hivemind.engine.native.protocol.messages import Message, RoundId
+from lightning_hivemind.engine.native.protocol.messages import Ended, Message, RoundId
 from lightning_hivemind.engine.native.protocol.plan import Plan
 
 
@@ -96,6 +96,14 @@ class Arrived:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TellGone:
+    """``to`` asks for results of a round that was committed: send :attr:`ended`, unless they are still on their way."""
+
+    to: PeerId
+    ended: Ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GiveUp:
     """The round is over for this peer, and nothing of it is used: what it offered is its own again."""
 
@@ -124,4 +132,4 @@ class Note:
     round: RoundId | None = None
 
 
-Action = Send | Called | Begun | SendInput | Reduce | SendResult | Apply | Arrived | GiveUp | CatchUp | Note
+Action = Send | Called | Begun | SendInput | Reduce | SendResult | Apply | Arrived | TellGone | GiveUp | CatchUp | Note

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from lightning_hivemind.engine.native.protocol.actions import Action, Send
 from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Head, PeerId
 from lightning_hivemind.engine.native.protocol.messages import Call, Ended, RoundId
-from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, reducers_of
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, reducers_of, slow_lines
 from lightning_hivemind.engine.native.protocol.settings import Settings
 
 
@@ -21,10 +21,14 @@ class Gathering:
         round_id: RoundId,
         head: Head,
         cuts: int,
+        is_slow: Callable[[PeerId], bool],
         emit: Callable[[Action], None],
         now: float,
     ) -> None:
         self._settings, self._me, self._cuts, self._emit = settings, me, cuts, emit
+        self._is_slow = is_slow
+        #: when those with slow lines, if nobody else is missing, are not waited for any more
+        self._late_at = float("inf")
         self.round, self.head = round_id, head
         #: who was called and has not answered yet
         self.awaited: set[PeerId] = set()
@@ -62,12 +66,23 @@ class Gathering:
                 self._call(peer)
 
     def over(self, now: float) -> bool:
-        """Nobody is awaited any more, or not any longer."""
-        return not self.awaited or now >= self._started + self._settings.matchmaking_s
+        """Nobody is awaited any more, or not any longer: who has a slow line as long again as the others took."""
+        if not self.awaited:
+            return True
+        if not self._enough or not all(map(self._is_slow, self.awaited)):
+            self._late_at = float("inf")
+        elif self._late_at == float("inf"):
+            self._late_at = now + max(self._settings.patience_s, now - self._started)
+        return now >= min(self._late_at, self._started + self._settings.matchmaking_s)
 
     @property
     def deadline(self) -> float:
-        return min(self._resend_at, self._started + self._settings.matchmaking_s)
+        return min(self._resend_at, self._late_at, self._started + self._settings.matchmaking_s)
+
+    @property
+    def _enough(self) -> bool:
+        enough = self.samples >= self._settings.target_samples
+        return enough and self._me in self.joined and len(self.joined) >= self._settings.min_group_size
 
     @property
     def samples(self) -> int:
@@ -76,19 +91,19 @@ class Gathering:
     def plan(self) -> Plan | None:
         """For those who have joined; None if they are too few, or do not have the samples."""
         contributions = [one.contribution for one in self.joined.values() if one.contribution is not None]
-        if self._me not in self.joined:
+        if not self._enough:
             return None
-        if self.samples < self._settings.target_samples or len(self.joined) < self._settings.min_group_size:
-            return None
+        reducers = reducers_of(self.joined)
         return make_plan(
             self.round,
             self.head,
             self._me,
             members=list(self.joined),
             contributions=[one for one in contributions if one.samples],
-            bandwidths=reducers_of(self.joined),
+            bandwidths=reducers,
             chunks=self._settings.chunks,
             trailing=self._trailing(),
+            slow=slow_lines({peer: offer.bandwidth for peer, offer in self.joined.items()}, reducers),
             stop=any(offer.stop for offer in self.joined.values()),
         )
 

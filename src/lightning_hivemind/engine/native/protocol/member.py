@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Begun, Reduce, Send, SendInput, SendResult
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
@@ -168,10 +168,12 @@ class Member:
                 continue  # it is on its way
             for is_inputs, chunks in ((True, inputs), (False, results)):
                 if chunks:
-                    message = Missing(
-                        round=self.plan.round, version=self.plan.version, inputs=is_inputs, chunks=tuple(chunks)
-                    )
-                    self._emit(Send(to=peer, message=message))
+                    self.ask(peer, inputs=is_inputs, chunks=chunks)
+
+    def ask(self, peer: PeerId, *, inputs: bool, chunks: Sequence[int]) -> None:
+        """Have ``peer`` send inputs, or results, of these again."""
+        missing = Missing(round=self.plan.round, version=self.plan.version, inputs=inputs, chunks=tuple(chunks))
+        self._emit(Send(to=peer, message=missing))
 
     def accuse(self, peer: PeerId, *, refused: bool, reason: str) -> None:
         """Tell the coordinator that ``peer`` does not deliver, or delivers what cannot be used (``refused``)."""

@@ -103,6 +103,11 @@ class Peer:
         return frozenset(peer for peer in self._roster.living() if not self._roster.reduces(peer))
 
     @property
+    def quick(self) -> tuple[PeerId, ...]:
+        """Those of :attr:`living` that can be reached by all, and whose lines are not known to be slow."""
+        return tuple(self._roster.quick())
+
+    @property
     def standstill_s(self) -> float:
         """After so long without an event the others may have gone on without this peer."""
         return self._settings.detect_s / 2
@@ -161,6 +166,10 @@ class Peer:
         self._roster.samples = samples
         self._report(now)
         self._settle(now)
+
+    def sends_slowly(self, slow: bool) -> None:
+        """Whether this peer's line is slow: then another one should lead."""
+        self._roster.sends_slowly = slow
 
     def join(self, round_id: RoundId, offer: Offer, now: float) -> None:
         """The answer to :class:`.actions.Called`: what this peer brings is fixed now."""
@@ -263,8 +272,7 @@ class Peer:
             case Current():
                 rounds.on_current(sender, message, now)
             case Missing():
-                if (member := rounds.member(message.round)) is not None:
-                    member.asked_again(message, sender, now)
+                rounds.on_missing(sender, message, now)
             case Coming():
                 if (member := rounds.member(message.round)) is not None:
                     member.collecting(sender, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head, PeerId, can_be_summed
@@ -39,7 +39,8 @@ class Plan:
     Attributes:
         round: id of the round; parent: the head that its commit will extend.
         version: counts changes. A result counts if it was reduced in version ``since[chunk]`` or later.
-        members: everybody who gets the results, sorted; trailing: those of them who may have them after the commit.
+        members: everybody who gets the results, sorted; trailing: those of them who may have them after the commit;
+            slow: those for whose gradients all others would have to wait, or do.
         contributions: what is summed, in this order; of members.
         reducers: those who can be given chunks, with their share of them.
         owners: for each chunk, who reduces it.
@@ -57,6 +58,7 @@ class Plan:
     owners: tuple[PeerId, ...]
     since: tuple[int, ...]
     trailing: tuple[PeerId, ...] = ()
+    slow: tuple[PeerId, ...] = ()
     stop: bool = False
 
     @property
@@ -120,6 +122,7 @@ def make_plan(
     bandwidths: Mapping[PeerId, float],
     chunks: int,
     trailing: Sequence[PeerId] = (),
+    slow: Sequence[PeerId] = (),
     stop: bool,
 ) -> Plan:
     """The first version. ``bandwidths`` are of those who can reduce; the others only give and get."""
@@ -135,6 +138,7 @@ def make_plan(
         owners=tuple(share_chunks(chunks, reducers or ((coordinator, 1.0),))),
         since=(0,) * chunks,
         trailing=tuple(sorted(trailing)),
+        slow=tuple(sorted(slow)),
         stop=stop,
     )
 
@@ -151,17 +155,35 @@ def shares(bandwidths: Mapping[PeerId, float], members: int) -> dict[PeerId, flo
     Who reduces the part s of it sends 1 - s to the other owners, and s to each of the other members. A line that is so
     slow that its peer's own values take longer than that is given nothing to reduce.
     """
-    reducers = {peer: bandwidth for peer, bandwidth in bandwidths.items() if bandwidth > 0.0}
-    if members <= 2 or not reducers:
+    if members <= 2 or not any(bandwidths.values()):
         return dict(bandwidths)  # between two, whoever reduces, either sends the vector once
+    reducers, time = _quick(bandwidths, members)
+    parts = {peer: (time * bandwidth - 1.0) / (members - 2) for peer, bandwidth in reducers.items()}
+    return {peer: parts.get(peer, 0.0) for peer in bandwidths}
+
+
+def slow_lines(bandwidths: Mapping[PeerId, float], reducers: Collection[PeerId]) -> list[PeerId]:
+    """Whose own vector takes more than twice as long to send as the round would take the others.
+
+    ``bandwidths`` of all members; those who are among ``reducers`` can be given chunks.
+    """
+    _, time = _quick({peer: bandwidths[peer] for peer in reducers}, len(bandwidths))
+    return [peer for peer, bandwidth in bandwidths.items() if 2 * time * bandwidth < 1.0]
+
+
+def _quick(bandwidths: Mapping[PeerId, float], members: int) -> tuple[dict[PeerId, float], float]:
+    """Those of the reducers that are worth it, and how long all of it takes them, for a vector of length 1."""
+    reducers = {peer: bandwidth for peer, bandwidth in bandwidths.items() if bandwidth > 0.0}
+    if not reducers:
+        return {}, float("inf")
+    if members <= 2:
+        return reducers, 1 / max(reducers.values())
     while True:
         time = (members - 2 + len(reducers)) / sum(reducers.values())
         left = {peer: bandwidth for peer, bandwidth in reducers.items() if time * bandwidth > 1.0}
         if len(left) in (0, len(reducers)):
-            break
+            return reducers, time
         reducers = left
-    parts = {peer: (time * bandwidth - 1.0) / (members - 2) for peer, bandwidth in reducers.items()}
-    return {peer: parts.get(peer, 0.0) for peer in bandwidths}
 
 
 def share_chunks(count: int, reducers: Sequence[tuple[PeerId, float]]) -> list[PeerId]:

@@ -80,8 +80,8 @@ class Roster:
         self._run, self._target, self._me, self._reduces = settings.run, settings.target_samples, me, reduces
         self._probe_s, self._lives_s, self._resend_s = settings.probe_s, settings.lives_s, settings.resend_s
         self.samples = 0
-        #: whether this peer's own line is slow
-        self.slow = False
+        #: whether this peer's own line is slow, to receive and to send
+        self.receives_slowly = self.sends_slowly = False
         self._seen: dict[PeerId, Seen] = {}
         self._gone: dict[PeerId, Gone] = {}
         self._cut: dict[PeerId, Cut] = {}
@@ -212,7 +212,7 @@ class Roster:
     @property
     def cuts(self) -> int:
         """How little this peer can lead a round: see :class:`Place`."""
-        return len(self.cut) + (SLOW_LINE if self.slow else 0)
+        return len(self.cut) + (SLOW_LINE if self.receives_slowly or self.sends_slowly else 0)
 
     @property
     def out_of_reach(self) -> tuple[PeerId, ...]:
@@ -222,6 +222,14 @@ class Roster:
     def living(self) -> list[PeerId]:
         """All others that can be reached, in a fixed order."""
         return sorted(filter(self.reaches, self._seen))
+
+    def quick(self) -> list[PeerId]:
+        """Those of :meth:`living` that all can reach, over lines that are not slow, as far as is known."""
+        return [peer for peer in self.living() if self._seen[peer].reduces and not self.is_slow(peer)]
+
+    def is_slow(self, peer: PeerId) -> bool:
+        """Whether it is known to have a slow line."""
+        return peer in self._seen and self._seen[peer].cuts >= SLOW_LINE
 
     def reaches(self, peer: PeerId) -> bool:
         """Whether it can be reached from here, as far as is known."""

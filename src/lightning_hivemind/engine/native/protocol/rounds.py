@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Called, GiveUp, Send
+from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Called, GiveUp, Send, TellGone
 from lightning_hivemind.engine.native.protocol.inquiry import Inquiry
 from lightning_hivemind.engine.native.protocol.leadership import Leadership
 from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId, can_be_summed
@@ -28,6 +28,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Ended,
     Join,
     Message,
+    Missing,
     RoundId,
     StillOn,
     Undecided,
@@ -107,15 +108,13 @@ class Rounds:
         if joined is None or joined.round != round_id or joined.offer is not None:
             self._emit(GiveUp(round=round_id, reason="the round is over"))
         else:
-            joined.offer = offer = replace(offer, cut=self._roster.out_of_reach, trails=self.trailing.expected)
+            trails = self.trailing.expected or self._roster.sends_slowly  # it may have all, but says so late
+            joined.offer = offer = replace(offer, cut=self._roster.out_of_reach, trails=trails)
             self._send(joined.coordinator, Join(round=round_id, offer=offer))
 
     def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
-        member = self.member(round_id)
-        if member is not None:
+        if (member := self.member(round_id) or self.trailing.member(round_id)) is not None:
             member.heard(peer, now)
-        else:
-            self.trailing.heard(round_id, peer, now)
 
     def input_arrived(self, round_id: RoundId, chunk: int, peer: PeerId, now: float) -> None:
         member = self.member(round_id)
@@ -137,8 +136,7 @@ class Rounds:
             assert self._joined is not None
             self._joined.early_results[chunk] = (version, digest, owner)
         else:
-            self.trailing.heard(round_id, owner, now)
-            self.trailing.result_arrived(round_id, chunk, version, digest, owner)
+            self.trailing.result_arrived(round_id, chunk, version, digest, owner, now)
 
     def lost(self, peer: PeerId, now: float) -> None:
         self.leadership.lost(peer)
@@ -234,6 +232,13 @@ class Rounds:
             if member is not None and member.plan.version < message.version:
                 self._send(sender, Join(round=joined.round, offer=joined.offer))  # it answers with the plan
 
+    def on_missing(self, sender: PeerId, message: Missing, now: float) -> None:
+        if (member := self.member(message.round)) is not None:
+            member.asked_again(message, sender, now)
+        elif self._standing.history.of_round(message.round) is not None:
+            ended = Ended(round=message.round, reason="its results are not kept", aborted=False)
+            self._emit(TellGone(to=sender, ended=ended))
+
     def on_committed(self, sender: PeerId, commit: Commit, now: float) -> None:
         if not can_be_summed(commit.contributions):
             return  # nobody decides that
@@ -247,6 +252,7 @@ class Rounds:
 
     def on_ended(self, sender: PeerId, message: Ended, now: float) -> None:
         joined, inquiry = self._joined, self.inquiry(message.round)
+        self.trailing.gone(message.round, sender)
         if joined is None or joined.round != message.round:
             return
         if sender == joined.coordinator or (inquiry is not None and message.aborted):
@@ -302,7 +308,7 @@ class Rounds:
         member, joined = self.member(commit.round), self._joined
         complete = member is not None and member.digest == commit.digest
         coming = self.trailing.committed(commit, member, now)
-        self._roster.slow = self.trailing.expected
+        self._roster.receives_slowly = self.trailing.expected
         mine = next((one for one in commit.contributions if one.peer == self._me), None)
         if joined is not None and joined.round != commit.round:
             self.leave("the others have committed another round", now)

@@ -25,6 +25,7 @@ class _Late:
     commit: Commit
     member: Member
     since: float
+    ask_at: float
 
 
 class Trailing:
@@ -52,43 +53,54 @@ class Trailing:
         coming = late and member.plan.contributions == commit.contributions  # else of a plan that never got here
         self._left = REMEMBERED if late else max(0, self._left - 1)
         if coming:
-            self._rounds[commit.round] = _Late(commit, member, now)
+            self._rounds[commit.round] = _Late(commit, member, now, now + self._settings.resend_s)
         return coming
 
-    def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
-        """A part of a chunk of ``peer`` has arrived."""
-        if (late := self._rounds.get(round_id)) is not None:
-            late.member.heard(peer, now)
-
-    def result_arrived(self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId) -> None:
+    def member(self, round_id: RoundId) -> Member | None:
+        """This peer's part in that round, if results of it are still to come."""
         late = self._rounds.get(round_id)
-        if late is not None and late.member.take(chunk, version, digest, owner):
-            found = late.member.digest
-            if found is not None:
-                self._end(round_id, complete=found == late.commit.digest)
+        return late.member if late is not None else None
 
-    def lost(self, peer: PeerId) -> None:
-        for round_id in [one for one, late in self._rounds.items() if peer in late.member.owed()]:
+    def result_arrived(
+        self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId, now: float
+    ) -> None:
+        late = self._rounds.get(round_id)
+        if late is None:
+            return
+        late.member.heard(owner, now)
+        if late.member.take(chunk, version, digest, owner) and (found := late.member.digest) is not None:
+            self._end(round_id, complete=found == late.commit.digest)
+
+    def gone(self, round_id: RoundId, peer: PeerId) -> None:
+        """``peer`` has no results of that round any more, and nothing of it is on its way."""
+        late = self._rounds.get(round_id)
+        if late is not None and peer in late.member.owed():
             self._end(round_id, complete=False)
 
+    def lost(self, peer: PeerId) -> None:
+        for round_id in list(self._rounds):
+            self.gone(round_id, peer)
+
     def tick(self, now: float) -> None:
+        """Ask again for what is owed, and give up what does not come."""
         for round_id, late in list(self._rounds.items()):
-            if now >= self._deadline_of(late):
+            owed = late.member.owed()
+            silent_s = {peer: now - max(late.since, late.member.heard_at(peer)) for peer in owed}
+            if max(silent_s.values(), default=0.0) >= self._settings.stall_s:
                 self._end(round_id, complete=False)
+            elif now >= late.ask_at:
+                late.ask_at = now + self._settings.resend_s
+                for peer in (one for one, silent in silent_s.items() if silent >= self._settings.resend_s):
+                    late.member.ask(peer, inputs=False, chunks=owed[peer][1])
 
     @property
     def deadline(self) -> float:
-        return min(map(self._deadline_of, self._rounds.values()), default=float("inf"))
+        return min((late.ask_at for late in self._rounds.values()), default=float("inf"))
 
     def clear(self) -> None:
         """This peer takes another state."""
         for round_id in list(self._rounds):
             self._end(round_id, complete=False)
-
-    def _deadline_of(self, late: _Late) -> float:
-        """When the one that owes this peer results, and has said nothing of them for the longest, is given up."""
-        heard = (max(late.since, late.member.heard_at(peer)) for peer in late.member.owed())
-        return min(heard, default=late.since) + self._settings.stall_s
 
     def _end(self, round_id: RoundId, *, complete: bool) -> None:
         del self._rounds[round_id]

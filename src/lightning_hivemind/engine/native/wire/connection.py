@@ -22,6 +22,8 @@ TLS_BYTES = 64 << 10
 NEAR_S = 1e-3
 #: of an answer, on a line that is full
 FULL_S = 20e-3
+#: of a slow line: so long takes a piece of what is long, behind which messages wait, but for very slow ones
+PIECE_S, LEAST_PIECE_BYTES = 0.03, 16 << 10
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
@@ -40,10 +42,23 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
 
 
-def follow_line(sock: socket.socket) -> None:
-    """A line that was taken for a near one, and is thin, or loses packets, is like a far one: see :func:`tune`."""
+def follow_line(sock: socket.socket) -> int:
+    """A line that was taken for a near one, and is thin, or loses packets, is like a far one: see :func:`tune`.
+
+    Returns how large the pieces are to be in which something long is written; see :func:`pieces`.
+    """
     if not has_bbr(sock) and (line := line_of(sock)) is not None and line.answer_s > FULL_S:
         _control(sock, near=False)
+    arrived = sent(sock)
+    if arrived is None or arrived[0] < PIECE_BYTES:
+        return PIECE_BYTES
+    size = int(PIECE_S * arrived[0] / max(arrived[1], 1e-3))
+    if size >= PIECE_BYTES:
+        return PIECE_BYTES
+    size = max(LEAST_PIECE_BYTES, size)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size)
+    return size
 
 
 def _control(sock: socket.socket, *, near: bool) -> None:
@@ -106,21 +121,24 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
                     raise
 
 
-def pieces(header: Header, payload: Payload) -> Iterator[tuple[Header, Payload]]:
-    """A frame as it is written: a long one in pieces, between which messages may go."""
-    cut: list[list[memoryview]] = [[]]
-    room = PIECE_BYTES
+def pieces(header: Header, payload: Payload, most: int = PIECE_BYTES) -> Iterator[tuple[Header, Payload]]:
+    """A frame as it is written: a long one in pieces of ``most`` bytes behind it, between which messages may go."""
+    if header.length <= PIECE_BYTES:
+        yield header, payload
+        return
+    yield header, ()
+    piece: list[memoryview] = []
+    room = most
     for part in payload:
         left = memoryview(part)
         while left:
+            piece.append(left[:room])
+            room, left = room - len(piece[-1]), left[room:]
             if not room:
-                cut.append([])
-                room = PIECE_BYTES
-            cut[-1].append(left[:room])
-            room, left = room - len(cut[-1][-1]), left[room:]
-    yield header, cut[0]
-    for piece in cut[1:]:
-        yield Header(kind=Kind.MORE, length=sum(map(len, piece))), piece
+                yield Header(kind=Kind.MORE, length=most), piece
+                piece, room = [], most
+    if piece:
+        yield Header(kind=Kind.MORE, length=most - room), piece
 
 
 def read_exactly(sock: socket.socket, memory: memoryview) -> None:

@@ -14,7 +14,7 @@ _MAGIC = b"LHMD"
 _LAYOUT = struct.Struct("!4sBB16sIIII")
 HEADER_BYTES = _LAYOUT.size
 NO_ROUND = bytes(16)
-#: what follows a header at most; the rest of a longer frame comes in more pieces, so that messages need not wait for it
+#: what follows a header at most; a longer frame comes in pieces behind it, so that messages need not wait for all of it
 PIECE_BYTES = 256 << 10
 
 
@@ -28,7 +28,10 @@ class Kind(IntEnum):
     RESULT = 5  #: a reduced chunk, encoded
     REQUEST = 6  #: a question of ``state``
     STATE = 7  #: a part of an answer to it
-    MORE = 9  #: the next piece of the last frame that is longer than a piece
+    MORE = 9  #: a piece of the last frame that is longer than one
+    OFFERED = 10  #: a gradient that is to be handed over, see ``carrying``
+    PARCEL = 11  #: a chunk of it, encoded
+    RECEIPT = 12  #: which of its chunks are not there yet
     REVERSED = 8  #: as HELLO, of a peer that cannot be dialled: it is the other end that sends on this connection
 
 

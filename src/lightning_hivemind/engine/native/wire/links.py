@@ -298,10 +298,10 @@ class Links:
         still = [outlet.forget(number) for outlet in outlets]
         return any(still)
 
-    def sends(self, number: bytes) -> bool:
-        """Whether something of that round, or download, is being sent, or waits to be."""
+    def sends(self, number: bytes, to: PeerId | None = None) -> bool:
+        """Whether something of that round, or download, is being sent, or waits to be; to anybody or to one peer."""
         with self._lock:
-            outlets = list(self._outlets.values())
+            outlets = [outlet for peer, outlet in self._outlets.items() if to in (None, peer)]
         return any(outlet.sends(number) for outlet in outlets)
 
     def _outlet(self, peer: PeerId) -> Outlet | None:

@@ -124,11 +124,12 @@ class Outlet:
         try:
             while not self.reach.closed and not self.reach.improved:
                 header, payload = self._next(header)
+                most = PIECE_BYTES
                 if header in self._unsent:
-                    follow_line(sock)
+                    most = follow_line(sock)
                     self._lanes.open_more(sock)
                 waits = self._queue_of(header) is not self._urgent
-                for piece in pieces(header, payload):
+                for piece in pieces(header, payload, most):
                     while waits and (message := self._message()) is not None:
                         write(sock, *message)
                     write(sock, *piece)
@@ -178,7 +179,7 @@ class Outlet:
         return queue
 
     def _queue_of(self, header: Header) -> deque[Frame]:
-        if header.kind in (Kind.INPUT, Kind.RESULT):
+        if header.kind in (Kind.INPUT, Kind.RESULT, Kind.PARCEL):
             return self._chunks
         is_long = header.chunk or header.length > PIECE_BYTES
         return self._ranges if header.kind is Kind.STATE and is_long else self._urgent

@@ -71,7 +71,7 @@ class Reader:
         frame = _Frame(header, room)
         if header.length > PIECE_BYTES:
             self._long = frame
-        self._fill(frame, min(header.length, PIECE_BYTES))
+        self._fill(frame, 0 if self._long is frame else header.length)
 
     def _fill(self, frame: _Frame, count: int) -> None:
         """The next ``count`` bytes of it."""

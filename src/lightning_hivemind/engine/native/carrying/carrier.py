@@ -1,0 +1,131 @@
+"""The end that takes other peers' gradients, to give them to a round with its own."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_hivemind.engine.native.carrying.papers import TOKEN_BYTES, Offered, Receipt, write_receipt
+from lightning_hivemind.engine.native.codecs import ChunkCodec
+from lightning_hivemind.engine.native.codecs.base import memory_of
+from lightning_hivemind.engine.native.exchange import finite
+from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.memory import Memory
+from lightning_hivemind.engine.native.protocol.lineage import PeerId
+from lightning_hivemind.engine.native.seam import Parcel, Training
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.errors import WireError
+
+log = logging.getLogger("lightning_hivemind")
+
+#: parcels that are taken at a time: each needs as much memory as a gradient
+MOST_PARCELS = 4
+#: a parcel of which nothing has come for so long makes room for another one
+IDLE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A parcel that is not whole yet. ``values``: float32 CPU (elements,)."""
+
+    number: bytes
+    offered: Offered
+    values: Tensor
+    moved_at: float
+    here: set[int] = field(default_factory=set)
+
+
+class Carrier:
+    """See the module. ``room`` is called by the threads that read connections, all else by that of the rounds."""
+
+    def __init__(
+        self, links: Links, training: Training, layout: Layout, codecs: Sequence[ChunkCodec], memory: Memory
+    ) -> None:
+        self._links, self._training, self._layout, self._codecs = links, training, layout, codecs
+        self._memory = memory
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._lock = threading.Lock()
+        self._coming: dict[PeerId, _Coming] = {}
+        #: of each peer, the last parcel that was taken
+        self._taken: dict[PeerId, bytes] = {}
+
+    def offered(self, peer: PeerId, number: bytes, offered: Offered, now: float) -> None:
+        """``peer`` wants to hand over a parcel, or asks how far it is."""
+        coming = self._coming.get(peer)
+        if self._taken.get(peer) == number:
+            self._answer(peer, number, Receipt(self._token))
+        elif coming is not None and coming.number == number:
+            self._answer(peer, number, Receipt(self._token, self._missing(coming)))
+        elif self._training.too_old(offered.epoch):
+            self._answer(peer, number, Receipt(self._token, refused="it is too old", too_old=True))
+        elif not self._training.carries:
+            self._answer(peer, number, Receipt(self._token, refused="this peer gives nothing to rounds now"))
+        elif not self._make_room(peer, now):
+            self._answer(peer, number, Receipt(self._token, refused="this peer carries others' already"))
+        else:
+            coming = _Coming(number, offered, self._memory.floats(self._layout.elements), now)
+            with self._lock:
+                self._coming[peer] = coming
+            self._answer(peer, number, Receipt(self._token, self._missing(coming)))
+
+    def room(self, peer: PeerId, header: Header) -> memoryview | None:
+        """Where a chunk of a parcel is to be put; None if it is not wanted. Raises WireError: no such chunk."""
+        if header.chunk >= self._layout.chunks:
+            raise WireError(f"chunk {header.chunk} of a model that has {self._layout.chunks}")
+        expected = self._codecs[header.chunk].size_bytes(self._layout.size(header.chunk))
+        if header.length != expected:
+            raise WireError(f"{header.length} bytes for chunk {header.chunk}, which has {expected}")
+        with self._lock:
+            coming = self._coming.get(peer)
+            wanted = coming is not None and coming.number == header.round and header.chunk not in coming.here
+        return memory_of(self._memory.bytes(header.length)) if wanted else None
+
+    def take(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
+        """A chunk is there."""
+        coming = self._coming.get(peer)
+        if coming is None or coming.number != header.round or header.chunk in coming.here:
+            return
+        self._codecs[header.chunk].decode(payload, coming.values[self._layout.span(header.chunk)])
+        coming.moved_at = now
+        with self._lock:
+            coming.here.add(header.chunk)
+        if len(coming.here) == self._layout.chunks:
+            self._drop(peer)
+            self._answer(peer, coming.number, self._finish(peer, coming))
+
+    def lost(self, peer: PeerId) -> None:
+        """It hands over nothing more of what it has begun."""
+        self._drop(peer)
+
+    def _finish(self, peer: PeerId, coming: _Coming) -> Receipt:
+        if not finite(coming.values):
+            return Receipt(self._token, refused="it has values that are not finite", too_old=True)
+        parcel = Parcel(coming.values, coming.offered.samples, coming.offered.epoch)
+        if not self._training.carry(parcel):
+            return Receipt(self._token, refused="it is too old", too_old=True)
+        self._taken[peer] = coming.number
+        log.debug("this peer gives %d samples of peer %s to the next round", parcel.samples, peer)
+        return Receipt(self._token)
+
+    def _missing(self, coming: _Coming) -> tuple[int, ...]:
+        return tuple(chunk for chunk in range(self._layout.chunks) if chunk not in coming.here)
+
+    def _make_room(self, peer: PeerId, now: float) -> bool:
+        self._drop(peer)  # it has given that up
+        for other in [one for one, coming in self._coming.items() if now - coming.moved_at > IDLE_S]:
+            self._drop(other)
+        return len(self._coming) < MOST_PARCELS
+
+    def _drop(self, peer: PeerId) -> None:
+        with self._lock:
+            self._coming.pop(peer, None)
+
+    def _answer(self, peer: PeerId, number: bytes, receipt: Receipt) -> None:
+        data = write_receipt(receipt)
+        self._links.send(peer, Header(kind=Kind.RECEIPT, round=number, length=len(data)), (data,))
