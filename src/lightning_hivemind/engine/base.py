@@ -47,6 +47,7 @@ class PeerTraining:
         schema: equal on all peers of a run: a line for each parameter (name, shape, dtype, whether it is frozen), and
             how many values there are besides.
         should_abort: asked while waiting; true means that this process is being stopped.
+        last_step: the global step after which this peer's training ends; -1 if that is not known.
     """
 
     optimizer: torch.optim.Optimizer
@@ -58,6 +59,7 @@ class PeerTraining:
     buffers: Sequence[torch.Tensor]
     schema: Sequence[str]
     should_abort: Callable[[], bool]
+    last_step: Callable[[], int] = lambda: -1
 
     @property
     def state_tensors(self) -> list[torch.Tensor]:

@@ -68,6 +68,7 @@ class TrainingSession:
             buffers=self._buffers.tensors,
             schema=self._schema(parameters),
             should_abort=self._should_abort,
+            last_step=lambda: int(self._trainer.max_steps),
         )
         self.engine = make_engine(self._a, network, training, self._events)
         self.engine.start()

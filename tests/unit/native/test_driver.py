@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.errors import EngineStuckError, WireError
+from swarm.table import by_rank
 from swarm.town import Town, wait_for
 
 TARGET = 64
@@ -417,3 +419,65 @@ def test_who_sends_slowly_reduces_less(runs: list[Run], monkeypatch: pytest.Monk
     assert 0 < owners["slow"] < owners["a"] / 2
     for trainee in run.trainees.values():
         assert torch.allclose(trainee.averages[0], mean(given, samples).float(), atol=1e-6)
+
+
+def only_gives(given: Given) -> Given:
+    """And reduces nothing."""
+    return Given(offer=replace(given.offer, reduces=False), values=given.values)
+
+
+@pytest.mark.parametrize("secure", [True, False], ids=["TLS", "in the clear"])
+def test_who_is_late_gets_the_bytes_that_were_committed_whatever_the_others_do_with_theirs(
+    runs: list[Run], secure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than fits into the kernel's buffers: what waits to be sent is the memory in which the average is."""
+    *quick, slow = by_rank(["a", "b", "c"], "run")  # who leads hears of nothing either, while it reads nothing
+    run = Run(["a", "b", "c"], Layout(12 << 20), secure=secure)
+    runs.append(run)
+    late, go_on = run.drivers[slow], threading.Event()
+    arrived = late.arrived
+
+    def slowly(peer: str, header: Header, payload: memoryview | None) -> None:
+        if header.kind is Kind.RESULT:
+            go_on.wait(10.0)
+        arrived(peer, header, payload)
+
+    give = run.trainees[slow].give
+    monkeypatch.setattr(late, "arrived", slowly)
+    monkeypatch.setattr(run.trainees[slow], "give", lambda: only_gives(give()))
+    run.contribute({"a": 10, "b": 30, "c": 24})
+    for name in quick:
+        wait_for(lambda name=name: run.trainees[name].commits, f"{name} has the commit")  # type: ignore[misc]
+    assert all(run.drivers[name]._traffic.owes for name in quick)
+    committed = run.trainees[quick[0]].averages[0]
+    assert committed is not None
+    expected = committed.clone()
+    for name in quick:
+        average = run.trainees[name].averages[0]
+        assert average is not None
+        average.zero_()  # a step, with clipping say
+    go_on.set()
+    wait_for(lambda: run.trainees[slow].came == [True], "the rest is there")
+    found = run.trainees[slow].averages[0]
+    assert found is not None
+    assert torch.equal(found, expected)
+    wait_for(lambda: not any(run.drivers[name]._traffic.owes for name in quick), "nothing waits any more")
+
+
+def test_a_gradient_goes_to_another_peer_over_a_connection_and_into_the_next_step(runs: list[Run]) -> None:
+    """As if this peer's line were slow."""
+    run = Run(["a", "b", "c"], Layout(5000, chunk_elements=1000), secure=True)
+    runs.append(run)
+    slow, driver = run.trainees["c"], run.drivers["c"]
+    assert driver._carrying is not None
+    driver._carrying._line.slow = True
+    run.contribute({"c": 24})
+    wait_for(lambda: slow.outcomes, "it was handed over")
+    ((to, outcome),) = slow.outcomes
+    assert outcome is Outcome.TAKEN
+    (parcel,) = run.trainees[to].carried
+    assert parcel.samples == 24
+    assert torch.equal(parcel.values, slow.values)
+    run.contribute({"a": 10, "b": 54})
+    run.wait_for_commit(1)
+    assert {one.peer for one in run.trainees["a"].commits[0].contributions} == {"a", "b"}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.protocol.lineage import Contribution
+from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
 
 
@@ -367,3 +368,124 @@ def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
         weight.grad = torch.sparse_coo_tensor([[1]], [[4.0, 6.0]], (3, 2))
         gradients.add(1, 0)
         assert given(gradients)[1].tolist() == [0.0, 0.0, 4.0, 6.0, 0.0, 0.0]
+
+
+# ---------------------------------------------------------------------- handed from one peer to another
+
+
+def handed(gradients: Gradients, steps: int = 0) -> Parcel:
+    lost, parcel = gradients.hand_over(steps)
+    assert not lost
+    assert parcel is not None
+    return parcel
+
+
+def test_a_gradient_that_another_peer_carries_is_given_with_its_own_by_samples(gradients: Gradients) -> None:
+    other = Gradients("other", parameters(), Statistics([]), max_staleness=1)
+    add(other, 1.0, 30)
+    parcel = handed(other)
+    assert (parcel.samples, parcel.epoch) == (30, 0)
+    assert other.samples == 0
+    add(gradients, 3.0, 10)
+    assert gradients.carry(parcel)
+    assert gradients.samples == gradients.ready == 40
+    contribution, values = given(gradients)
+    assert contribution.samples == 40
+    assert torch.equal(values, torch.full((10,), 1.5))
+    assert gradients.committed([contribution], 1) == 0
+    assert gradients.samples == 0
+
+
+def test_what_is_carried_is_given_though_there_is_nothing_else(gradients: Gradients) -> None:
+    assert gradients.carry(Parcel(torch.cat((torch.full((10,), 2.0), torch.tensor([1.0, 0.0]))), 8, 0))
+    contribution, values, marks = marked(gradients)
+    assert contribution.samples == 8
+    assert torch.equal(values, torch.full((10,), 2.0))
+    assert marks == [1.0, 0.0]
+
+
+def test_a_parameter_has_a_gradient_if_one_of_the_two_has_one(gradients: Gradients) -> None:
+    first, last = gradients.parameters
+    first.grad, last.grad = torch.ones(2, 3), None
+    gradients.add(8, 0)
+    gradients.carry(Parcel(torch.cat((torch.zeros(6), torch.ones(4), torch.tensor([0.0, 1.0]))), 8, 0))
+    _, values, marks = marked(gradients)
+    assert marks == [1.0, 1.0]
+    assert torch.equal(values, torch.full((10,), 0.5))
+
+
+def test_what_is_carried_comes_back_from_a_failed_round_and_counts_once(gradients: Gradients) -> None:
+    add(gradients, 3.0, 10)
+    gradients.carry(Parcel(torch.cat((torch.ones(10), torch.ones(2))), 30, 0))
+    first, _ = given(gradients)
+    gradients.returned()
+    add(gradients, 5.0, 10)
+    assert gradients.samples == 50
+    second, values = given(gradients)
+    assert torch.allclose(values, torch.full((10,), (3.0 * 10 + 5.0 * 10 + 1.0 * 30) / 50))
+    assert second.samples == 50
+    assert gradients.committed([first], 1) == 10, "the round had it after all: only what came since is lost"
+    assert gradients.samples == 0
+
+
+def test_each_gradient_that_is_carried_gets_old_by_itself(gradients: Gradients) -> None:
+    gradients.committed([], 1)
+    gradients.carry(Parcel(torch.ones(12), 30, 0))
+    add(gradients, 3.0, 10, epoch=1)
+    assert gradients.committed([], 2) == 30
+    assert gradients.samples == 10
+    assert not gradients.carry(Parcel(torch.ones(12), 30, 0))
+    assert gradients.too_old(0)
+    assert not gradients.too_old(1)
+
+
+def test_a_round_that_is_under_way_goes_without_what_comes_now(gradients: Gradients) -> None:
+    gradients.committed([], 1)
+    add(gradients, 3.0, 10, epoch=1)
+    given(gradients)
+    assert not gradients.carry(Parcel(torch.ones(12), 30, 0)), "for the step after that it is too old"
+    assert gradients.carry(Parcel(torch.ones(12), 30, 1))
+
+
+def test_what_will_be_too_old_when_it_is_there_is_not_handed_over(gradients: Gradients) -> None:
+    add(gradients, 1.0, 10, epoch=0)
+    gradients.committed([], 1)
+    assert gradients.hand_over(steps=2) == (0, None), "nothing that is here could be there in time"
+    assert gradients.samples == 10
+    assert gradients.hand_over(steps=1) == (10, None)
+    add(gradients, 1.0, 10, epoch=1)
+    assert handed(gradients, steps=1).epoch == 1
+
+
+def test_what_could_not_be_handed_over_is_this_peers_again(gradients: Gradients) -> None:
+    add(gradients, 1.0, 10)
+    handed(gradients)
+    add(gradients, 3.0, 10)
+    assert gradients.handed_over(back=True) == 0
+    contribution, values = given(gradients)
+    assert contribution.samples == 20
+    assert torch.equal(values, torch.full((10,), 2.0))
+
+
+def test_what_was_handed_over_is_gone_whatever_commits_say(gradients: Gradients) -> None:
+    add(gradients, 1.0, 10)
+    handed(gradients)
+    add(gradients, 3.0, 5)
+    assert gradients.committed([], 1) == 0
+    assert gradients.handed_over(back=False) == 0
+    assert gradients.samples == 5
+
+
+def test_who_loses_track_forgets_what_it_carries(gradients: Gradients) -> None:
+    add(gradients, 1.0, 10)
+    gradients.carry(Parcel(torch.ones(12), 30, 0))
+    assert gradients.moved(7) == 40
+    assert gradients.give() is None
+
+
+def test_where_no_gradient_may_be_old_none_is_handed_over() -> None:
+    strict = Gradients("me", parameters(), Statistics([]), max_staleness=0)
+    add(strict, 1.0, 10)
+    assert not strict.can_be_carried
+    assert strict.hand_over(0) == (0, None)
+    assert not strict.carry(Parcel(torch.ones(12), 30, 0))

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of, shares
+from lightning_hivemind.engine.native.seam import Outcome
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.errors import SwarmError
 
@@ -493,3 +495,106 @@ def test_who_is_alone_does_not_hold(desk: Desk) -> None:
         desk.tip = made.head
     desk.add(8)
     assert desk.handover.hold_until() <= time.monotonic()
+
+
+# ---------------------------------------------------------------------- averages that come later
+
+
+def late(desk: Desk, digest: bytes = b"d") -> Commit:
+    desk.handover.give()
+    made = commit_on(desk.tip, digest=digest)
+    made = replace(made, round=digest * 16)
+    desk.handover.committed(made, None, None, coming=True)
+    desk.tip = made.head
+    return made
+
+
+def test_a_step_whose_average_is_coming_is_waited_for_and_made_once_it_is_here(desk: Desk) -> None:
+    made = late(desk)
+    assert desk.handover.waits
+    assert desk.handover.expects(ROOT)
+    assert not desk.handover.owes
+    assert not desk.handover.ready(ROOT)
+    assert desk.handover.next_step(ROOT) is None
+    assert not desk.handover.begin_batch(ROOT, 10.0)
+    assert desk.handover.begin_batch(ROOT, 0.0), "not any longer"
+    desk.handover.arrived(made.round, AVERAGE)
+    assert not desk.handover.waits
+    step = desk.handover.next_step(ROOT)
+    assert step is not None
+    assert step.average is AVERAGE
+    assert step.commit == made
+
+
+def test_averages_may_arrive_in_another_order_than_they_were_decided(desk: Desk) -> None:
+    first, second = late(desk, b"1"), late(desk, b"2")
+    third = desk.commit()
+    desk.handover.arrived(second.round, AVERAGE)
+    assert desk.handover.next_step(ROOT) is None
+    desk.handover.arrived(first.round, AVERAGE)
+    for made in (first, second, third):
+        step = desk.handover.next_step(made.parent)
+        assert step is not None
+        assert step.commit == made
+
+
+def test_an_average_that_does_not_come_is_a_debt(desk: Desk) -> None:
+    made = late(desk)
+    desk.handover.arrived(made.round, None)
+    assert desk.handover.owes
+    assert not desk.handover.waits
+
+
+def test_an_average_that_comes_after_a_state_was_taken_changes_nothing(desk: Desk) -> None:
+    made = late(desk)
+    desk.handover.adopted(made.head)
+    desk.handover.arrived(made.round, AVERAGE)
+    desk.handover.arrived(made.round, None)
+    assert not desk.handover.owes
+    assert not desk.handover.waits
+    assert desk.handover.next_step(ROOT) is None
+
+
+# ---------------------------------------------------------------------- gradients that go to another peer
+
+
+def test_who_hands_over_gives_nothing_to_rounds_and_is_not_waited_for(desk: Desk) -> None:
+    desk.add(8)
+    assert desk.handover.samples == 8
+    desk.handover.hands_over = True
+    assert desk.handover.samples == 0
+    assert not desk.handover.carries
+    desk.pace.begin_batch(0.0)
+    assert desk.handover.called(1.0) == 1.0
+    assert desk.handover.give().offer.contribution is None
+    parcel = desk.handover.hand_over(0.1)
+    assert parcel is not None
+    assert parcel.samples == 8
+    desk.handover.handed_over("other", parcel, Outcome.TAKEN, 0.5)
+    (handed,) = desk.handover.take_handed()
+    assert (handed.to, handed.samples, handed.outcome, handed.duration_s) == ("other", 8, Outcome.TAKEN, 0.5)
+    assert not desk.handover.take_handed()
+
+
+def test_who_has_not_the_swarms_state_neither_hands_over_nor_carries(desk: Desk) -> None:
+    desk.add(8)
+    desk.handover.owe()
+    assert desk.handover.hand_over(0.1) is None
+    assert not desk.handover.carries
+    assert not Desk(gives=False).handover.carries
+
+
+def test_what_comes_back_is_given_to_rounds_again(desk: Desk) -> None:
+    desk.add(8)
+    parcel = desk.handover.hand_over(0.1)
+    assert parcel is not None
+    desk.handover.handed_over("other", parcel, Outcome.BACK, 0.5)
+    assert not desk.handover.take_handed()
+    assert desk.give().samples == 8
+
+
+@pytest.mark.parametrize(("last_step", "last"), [(-1, False), (1, True), (2, False)])
+def test_the_last_step_of_a_run_is_one_for_which_all_wait(desk: Desk, last_step: int, last: bool) -> None:
+    handover = Handover("me", desk.gradients, desk.pace, reduces=True, gives=True, last_step=lambda: last_step)
+    handover.adopted(ROOT)
+    assert handover.give().offer.last is last

@@ -202,3 +202,13 @@ def test_who_knows_nothing_yet_does_not_hold() -> None:
 def test_steps_at_one_instant_are_no_speed() -> None:
     one, now = pace(batch_s=2.0, step_s=0.0, others=50)
     assert one.hold_until(50, now) == now
+
+
+def test_how_many_steps_there_will_be_is_known_from_those_before() -> None:
+    one, now = pace(batch_s=1.0, step_s=2.0, others=50)
+    assert one.steps_within(0.5, now) == 0
+    assert one.steps_within(1.5, now) == 0
+    assert one.steps_within(1.7, now) == 1, "it would be there in the last moment"
+    assert one.steps_within(0.5, now + 1.5) == 1
+    assert one.steps_within(4.0, now) == 2
+    assert Pace(TARGET, longest_s=LONGEST_S).steps_within(100.0, now) == 0

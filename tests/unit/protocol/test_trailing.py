@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from lightning_hivemind.engine.native.protocol.actions import Apply, Arrived
 from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Message
-from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.trailing import MOST, REMEMBERED
+from swarm import table as table_module
 from swarm.table import Data, Table, by_rank
 
 SETTINGS = Settings(run="run", target_samples=16, chunks=3)
@@ -168,3 +171,25 @@ def test_nobody_leads_a_round_for_which_it_would_have_to_be_waited_for() -> None
         table.wait(SETTINGS.patience_s + 0.1)
     assert len(table.applied[FIRST]) == 6
     assert THIRD not in called[2:]
+
+
+@pytest.mark.parametrize("word", ["stop", "last"])
+def test_before_a_run_ends_all_wait_for_who_is_late(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it ends for are gone afterwards, and send no results."""
+    monkeypatch.setattr(table_module, "Offer", partial(Offer, **{word: True}))
+    table = slow_to_receive(THIRD)
+    table.train(**SAMPLES)
+    table.wait(4.0)
+    assert not table.applied[FIRST]
+    table.release()
+    assert table.applied[FIRST] == table.applied[THIRD] != []
+    assert table.applied[FIRST][0].stop is (word == "stop")
+
+
+def test_a_member_that_is_late_everywhere_is_not_more_than_half_of_a_round() -> None:
+    """Where most lines are slow, they are what a round takes."""
+    table = Table(["a", "b", "c"], SETTINGS)
+    table.hold = lambda sender, to, what: to != FIRST and to != sender and isinstance(what, Data) and bool(what.digest)
+    table.train(**SAMPLES)
+    table.wait(4.0)
+    assert not table.applied[FIRST]

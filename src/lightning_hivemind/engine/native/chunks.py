@@ -57,6 +57,11 @@ class Chunks:
             self._links.forget(self._decided.popleft())
         return exchange.end(sending=self._links.sends(round_id)) if complete and exchange is not None else None
 
+    @property
+    def owes(self) -> bool:
+        """Whether some that are late with the results of the last steps do not have those of this peer yet."""
+        return any(self._links.sends(round_id) for round_id in tuple(self._decided))
+
     def drop(self, round_id: bytes) -> Exchange | None:
         """That round came to nothing, here at least."""
         exchange = self._exchanges.pop(round_id, None)

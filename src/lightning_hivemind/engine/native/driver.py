@@ -52,6 +52,7 @@ log = logging.getLogger("lightning_hivemind")
 
 #: for the training thread's words to be seen to; the rounds' thread is never busy for a second
 ANSWER_S = 30.0
+LINGER_S = 0.02
 
 
 class Driver:
@@ -95,7 +96,10 @@ class Driver:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread and its connections."""
+        """End the thread and its connections; who is late with the results of the last steps gets them first."""
+        until = time.monotonic() + timeout_s / 2
+        while self._chunks is not None and self._chunks.owes and time.monotonic() < until:
+            time.sleep(LINGER_S)
         self._stopping = True
         self._wakefulness.stop()
         self._events.put(lambda now: None)

@@ -20,7 +20,7 @@ from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
 from lightning_hivemind.engine.native.catching_up import REPORT_S, CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
-from lightning_hivemind.engine.native.handover import Handover, Step
+from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, overlaps
 from lightning_hivemind.engine.native.protocol.lineage import Head
@@ -29,6 +29,7 @@ from lightning_hivemind.engine.native.state.moment import await_step
 from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.engine.native.steps import Step
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import DaemonError
@@ -104,6 +105,7 @@ class NativeEngine:
             self._coding,
             self._copy_state,
             state_memory,
+            self._training.last_step,
         )
         self._whereabouts = Whereabouts(
             self._network,

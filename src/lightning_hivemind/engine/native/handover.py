@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.spill import on_disk
+from lightning_hivemind.engine.native.steps import Handed, Step
 from lightning_hivemind.engine.native.trail import Decided
 from lightning_hivemind.errors import SwarmError
 
@@ -33,35 +35,11 @@ MOST_ON_DISK = 1000
 MOST_FAILURES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A global step to be applied.
-
-    Attributes:
-        average: None while it is still coming.
-        mine: of this peer's samples, how many are in it.
-        counted: see :meth:`.Gradients.counted`.
-    """
-
-    commit: Commit
-    average: Tensor | None
-    mine: int
-    counted: Tensor | None
-    began: float
-
-
-@dataclass(frozen=True, slots=True)
-class Handed:
-    """What became of a gradient that was handed to another peer."""
-
-    to: PeerId
-    samples: int
-    outcome: Outcome
-    duration_s: float
-
-
 class Handover:
     """Implements :class:`.seam.Training`; see the module. All times are of ``time.monotonic``.
+
+    Args:
+        last_step: the epoch after which this peer's own run ends; -1 if that is not known.
 
     Attributes:
         owes: the parameters here are not those of a head from which the steps that are here lead on: a state must be
@@ -69,8 +47,18 @@ class Handover:
         stops_at: the epoch after which all stop, once that was decided in a step; whether or not it is made here.
     """
 
-    def __init__(self, me: PeerId, gradients: Gradients, pace: Pace, *, reduces: bool, gives: bool) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        gradients: Gradients,
+        pace: Pace,
+        *,
+        reduces: bool,
+        gives: bool,
+        last_step: Callable[[], int] = lambda: -1,
+    ) -> None:
         self._me, self._gradients, self._pace, self._reduces, self._gives = me, gradients, pace, reduces, gives
+        self._last_step = last_step
         self._most_waiting = max(2, min(MOST_WAITING, WAITING_BYTES // max(1, 4 * gradients.elements)))
         self.changed = threading.Condition()
         self._steps: deque[Step] = deque()
@@ -126,7 +114,14 @@ class Handover:
         found = self._gradients.give() if self.gives else None
         contribution, values = found if found is not None else (None, None)
         spare = WHILE_FETCHING if self.owes else 1.0
-        offer = Offer(contribution=contribution, reduces=self._reduces, bandwidth=spare, stop=self.stop_wanted)
+        epoch = 0 if self._head is None else self._head.epoch
+        offer = Offer(
+            contribution=contribution,
+            reduces=self._reduces,
+            bandwidth=spare,
+            stop=self.stop_wanted,
+            last=epoch + 1 == self._last_step(),
+        )
         return Given(offer=offer, values=values)
 
     def returned(self, reason: str, *, begun: bool) -> None:

@@ -109,6 +109,7 @@ def build(
     coding: Coding,
     copy_state: Callable[[Snapshot | None], Snapshot | None],
     state_memory: StateMemory,
+    last_step: Callable[[], int],
 ) -> Parts:
     """Everything runs, and answers; this peer stands nowhere yet.
 
@@ -116,6 +117,7 @@ def build(
         run: equal on peers that can average.
         copy_state: see :class:`.Donor`.
         state_memory: for a state that this peer takes.
+        last_step: see :class:`.Handover`.
     """
     if names := needless(arguments):
         log.info(
@@ -129,7 +131,8 @@ def build(
     me, reduces = network.peer_id, not arguments.client_mode
     settings = limits(arguments, run, layout)
     pace = Pace(arguments.target_batch_size, longest_s=longest_wait_s(arguments))
-    handover = Handover(me, gradients, pace, reduces=reduces, gives=not arguments.auxiliary)
+    gives = not arguments.auxiliary
+    handover = Handover(me, gradients, pace, reduces=reduces, gives=gives, last_step=last_step)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)
     certificate = None if arguments.insecure_lan else Certificate.create()
     if certificate is None:

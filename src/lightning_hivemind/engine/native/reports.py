@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from lightning_hivemind.engine.native.agreement import Difference
-from lightning_hivemind.engine.native.handover import Handed, Step
 from lightning_hivemind.engine.native.seam import Outcome
+from lightning_hivemind.engine.native.steps import Handed, Step
 from lightning_hivemind.events import (
     LEFT_BEHIND,
     BatchAccumulated,

@@ -40,14 +40,15 @@ class Coordinator:
     def done(self, peer: PeerId, message: Done, now: float) -> None:
         """It has all results: so they all exist. Half of the members wait for the others as long again as they took.
 
-        That all results are at so many is enough: the others get theirs from who reduced them, after the commit.
+        That all results are at so many is enough: the others, this one perhaps among them, get theirs from who reduced
+        them, after the commit.
         """
         if self.ended or peer not in self.plan.members or message.version != self.plan.version:
             return
         self._done[peer] = message.digest
         self._decide()
         awaited = set(self.plan.members) - self._trailing
-        enough = self._me in self._done and 2 * len(awaited & set(self._done)) >= len(awaited)
+        enough = not self.plan.last and 2 * len(awaited & set(self._done)) >= len(awaited)
         if enough and self._late_at == float("inf"):
             self._late_at = now + max(self._settings.patience_s, now - self._began)
 

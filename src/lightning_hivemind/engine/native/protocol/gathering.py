@@ -94,6 +94,8 @@ class Gathering:
         if not self._enough:
             return None
         reducers = reducers_of(self.joined)
+        stop = any(offer.stop for offer in self.joined.values())
+        last = stop or any(offer.last for offer in self.joined.values())
         return make_plan(
             self.round,
             self.head,
@@ -102,14 +104,15 @@ class Gathering:
             contributions=[one for one in contributions if one.samples],
             bandwidths=reducers,
             chunks=self._settings.chunks,
-            trailing=self._trailing(),
+            trailing=[] if last else self._trailing(),
             slow=slow_lines({peer: offer.bandwidth for peer, offer in self.joined.items()}, reducers),
-            stop=any(offer.stop for offer in self.joined.values()),
+            stop=stop,
+            last=last,
         )
 
     def _trailing(self) -> list[PeerId]:
-        """Who is not waited for at the end: not this peer, and not more than others are."""
-        trailing = [peer for peer, offer in self.joined.items() if offer.trails and peer != self._me]
+        """Who is not waited for at the end: not more than others are."""
+        trailing = [peer for peer, offer in self.joined.items() if offer.trails]
         return trailing if 2 * len(trailing) <= len(self.joined) else []
 
     def dismiss(self, reason: str, better: PeerId | None = None) -> None:

@@ -21,7 +21,7 @@ class Offer:
         bandwidth: that it can send with, for its share of the chunks; any unit, if all use the same.
         cut: to whom it has no connection, dead or alive.
         trails: it was late with the results of a round before: this one need not wait until it has them.
-        stop: it wants the run to end.
+        stop: it wants the run to end; last: its own ends with this step.
     """
 
     contribution: Contribution | None
@@ -30,6 +30,7 @@ class Offer:
     cut: tuple[PeerId, ...] = ()
     trails: bool = False
     stop: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ class Plan:
         reducers: those who can be given chunks, with their share of them.
         owners: for each chunk, who reduces it.
         since: for each chunk, the version in which its contributions or its owner changed last.
-        stop: a member wants the run to end.
+        stop: a member wants the run to end; last: some end with this step, and send no results after it.
     """
 
     round: bytes
@@ -60,6 +61,7 @@ class Plan:
     trailing: tuple[PeerId, ...] = ()
     slow: tuple[PeerId, ...] = ()
     stop: bool = False
+    last: bool = False
 
     @property
     def contributors(self) -> tuple[PeerId, ...]:
@@ -124,6 +126,7 @@ def make_plan(
     trailing: Sequence[PeerId] = (),
     slow: Sequence[PeerId] = (),
     stop: bool,
+    last: bool = False,
 ) -> Plan:
     """The first version. ``bandwidths`` are of those who can reduce; the others only give and get."""
     reducers = tuple(sorted(shares(bandwidths, len(members)).items()))
@@ -140,6 +143,7 @@ def make_plan(
         trailing=tuple(sorted(trailing)),
         slow=tuple(sorted(slow)),
         stop=stop,
+        last=last,
     )
 
 
