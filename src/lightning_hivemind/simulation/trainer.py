@@ -326,7 +326,8 @@ class SimulatedPeer:
     def _fetch(self, commit: Commit) -> None:
         if not self.alive or not self._averages or self._averages[0] != (commit, False):
             return
-        if any(self.world.connected(self, other) and commit in other.applied for other in self.world.others(self)):
+        alone = all(here is not False for one, here in self._averages if one != commit)
+        if alone and any(self.world.connected(self, one) and commit in one.applied for one in self.world.others(self)):
             self._averages[0] = (commit, True)
             self._step()
             self.carry_out()

@@ -52,7 +52,7 @@ class Post:
     def send(self, to: str, header: Header, payload: Sequence[object] = ()) -> None:
         self.frames.append((to, header, b"".join(bytes(part) for part in payload)))  # type: ignore[call-overload]
 
-    def sends(self, number: bytes, to: str | None = None) -> bool:
+    def sends(self, number: bytes, kind: Kind | None = None, to: str | None = None) -> bool:
         return number in self.waiting
 
     def forget(self, number: bytes) -> bool:
@@ -71,6 +71,7 @@ class Trainee:
     parcel: Parcel | None = None
     hands_over: bool = False
     carries: bool = True
+    can_hand_over: bool = True
     oldest: int = 0
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
     carried: list[Parcel] = field(default_factory=list)
@@ -198,6 +199,9 @@ def test_what_may_be_at_a_peer_that_is_lost_is_lost_and_what_cannot_be_there_com
         pair.sender.lost("another", pair.now)
         assert not pair.here.outcomes
         pair.sender.lost("c", pair.now)
+        assert bool(pair.here.outcomes) is not sent, "what may be there is asked for, for a while"
+        pair.now += ANSWER_S + 0.1
+        pair.look(carriers=())
     elif fault == "silent":
         pair.now += ANSWER_S + 0.1
         pair.look()
@@ -212,6 +216,22 @@ def test_what_may_be_at_a_peer_that_is_lost_is_lost_and_what_cannot_be_there_com
     assert pair.here.outcomes == [("c", Outcome.LOST if sent else Outcome.BACK)]
     pair.begin()
     assert [header.kind for _, header, _ in pair.out.frames][-1] is Kind.OFFERED, "the next one"
+
+
+def test_a_line_that_is_back_soon_loses_nothing() -> None:
+    pair = Pair()
+    pair.begin()
+    pair.arrive()
+    pair.answer()
+    pair.arrive(lost=[2])
+    pair.sender.lost("c", pair.now)
+    pair.now += 3.0
+    pair.look(carriers=())
+    for _ in range(2):
+        pair.arrive()
+        pair.answer()
+    assert pair.here.outcomes == [("c", Outcome.TAKEN)]
+    assert torch.equal(pair.there.carried[0].values, VALUES)
 
 
 @pytest.mark.parametrize(
@@ -272,9 +292,11 @@ def test_no_more_than_a_few_are_taken_at_a_time_and_those_that_stand_still_make_
 
     assert refused("ss", 5.0)
     assert not refused("s0", 5.0), "its next one takes the place of its last"
-    pair.carrier.lost("s1")
-    assert not refused("ss", 5.0)
-    assert not refused("tt", IDLE_S + 3.5)
+    pair.carrier.moved("s0", 9.0)
+    pair.carrier.moved("s1", 9.0)
+    pair.carrier.moved("s3", 9.0)
+    assert refused("tt", 2.0 + IDLE_S)
+    assert not refused("tt", 2.5 + IDLE_S), "of s2 nothing came since then"
 
 
 def test_chunks_that_there_cannot_be_are_refused_and_those_that_nobody_wants_pass_by() -> None:

@@ -90,7 +90,7 @@ class Trainee:
         self.returns.append("behind")
 
     hands_over = False
-    carries = True
+    carries = can_hand_over = True
 
     def hand_over(self, takes_s: float) -> Parcel | None:
         return Parcel(self.values, self.samples, 0) if self.hands_over and self.samples else None
@@ -143,7 +143,10 @@ class Run:
     def wait_for_commit(self, number: int, names: list[str] | None = None) -> None:
         for name in names or list(self.trainees):
             trainee = self.trainees[name]
-            wait_for(lambda trainee=trainee: len(trainee.commits) >= number, f"{name} has commit {number}")
+            wait_for(
+                lambda trainee=trainee: len(trainee.commits) >= number and all(trainee.came),
+                f"{name} has commit {number}",
+            )
 
     def close(self) -> None:
         for driver in self.drivers.values():

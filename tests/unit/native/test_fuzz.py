@@ -70,6 +70,7 @@ class Nowhere:
     """Connections over which nothing goes."""
 
     upload_rate = 1.0
+    slow_to = ()
 
     def __init__(self, *, in_the_clear: bool) -> None:
         self.in_the_clear = in_the_clear
@@ -77,10 +78,10 @@ class Nowhere:
     def send(self, to: str, header: Header, payload: Payload = ()) -> None:
         pass
 
-    def forget(self, round_id: bytes) -> None:
+    def forget(self, round_id: bytes, kind: Kind | None = None) -> None:
         pass
 
-    def sends(self, round_id: bytes, to: str | None = None) -> bool:
+    def sends(self, round_id: bytes, kind: Kind | None = None, to: str | None = None) -> bool:
         return False
 
     def close(self) -> None:

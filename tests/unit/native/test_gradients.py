@@ -489,3 +489,41 @@ def test_where_no_gradient_may_be_old_none_is_handed_over() -> None:
     assert not strict.can_be_carried
     assert strict.hand_over(0) == (0, None)
     assert not strict.carry(Parcel(torch.ones(12), 30, 0))
+
+
+def test_what_a_round_had_already_is_given_to_rounds_only(gradients: Gradients) -> None:
+    """Only who gave it hears whether that round has it after all."""
+    add(gradients, 1.0, 10)
+    contribution, _ = given(gradients)
+    gradients.returned()
+    assert gradients.was_given
+    assert gradients.hand_over(0) == (0, None)
+    assert gradients.committed([contribution], 1) == 0
+    assert not gradients.was_given
+    add(gradients, 1.0, 10, epoch=1)
+    assert handed(gradients).samples == 10
+
+
+def test_what_comes_back_to_who_has_gone_elsewhere_is_lost_and_told(gradients: Gradients) -> None:
+    add(gradients, 1.0, 10)
+    handed(gradients)
+    gradients.moved(7)
+    assert gradients.handed_over(back=True) == 10
+    assert gradients.samples == 0
+    add(gradients, 1.0, 10, epoch=7)
+    handed(gradients)
+    assert gradients.handed_over(back=True) == 0
+    assert gradients.samples == 10
+
+
+def test_of_many_gradients_that_are_carried_there_is_one_sum_for_each_epoch(gradients: Gradients) -> None:
+    gradients.committed([], 1)
+    for number in range(50):
+        assert gradients.carry(Parcel(torch.full((12,), float(number % 2)), 2, number % 2))
+    assert len(gradients._carried._means) == 2
+    contribution, values = given(gradients)
+    assert contribution.samples == 100
+    assert torch.allclose(values, torch.full((10,), 0.5))
+    gradients.returned()
+    assert gradients.carry(Parcel(torch.ones(12), 2, 1)), "what a round has had is not changed"
+    assert len(gradients._carried._means) == 3

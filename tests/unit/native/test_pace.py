@@ -211,4 +211,12 @@ def test_how_many_steps_there_will_be_is_known_from_those_before() -> None:
     assert one.steps_within(1.7, now) == 1, "it would be there in the last moment"
     assert one.steps_within(0.5, now + 1.5) == 1
     assert one.steps_within(4.0, now) == 2
+    assert one.steps_within(0.5, now + 100.0) == 1, "while no step is made, none is missed"
     assert Pace(TARGET, longest_s=LONGEST_S).steps_within(100.0, now) == 0
+
+
+def test_a_swarm_that_makes_no_step_any_more_needs_everybody() -> None:
+    one, now = pace(batch_s=1.0, step_s=4.0, others=50)
+    assert not one.stands_still(now + 19.0)
+    assert one.stands_still(now + 21.0)
+    assert Pace(TARGET, longest_s=LONGEST_S).stands_still(0.0)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from lightning_hivemind.engine.native.protocol.actions import Apply, Arrived
-from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Message
+from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Message, Missing
 from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.trailing import MOST, REMEMBERED
@@ -19,10 +19,15 @@ FIRST, SECOND, THIRD = by_rank(["a", "b", "c"], "run")
 SAMPLES = {"a": 8, "b": 8, "c": 8}
 
 
-def slow_to_receive(name: str) -> Table:
-    """Results for ``name`` stay on the table until they are released."""
+def slow_to_receive(name: str, *, asks: bool = False) -> Table:
+    """Results for ``name`` stay on the table until they are released; as long as some come it does not ask for more."""
     table = Table(["a", "b", "c"], SETTINGS)
-    table.hold = lambda sender, to, what: to == name != sender and isinstance(what, Data) and bool(what.digest)
+
+    def hold(sender: str, to: str, what: Message | Data) -> bool:
+        result = to == name != sender and isinstance(what, Data) and bool(what.digest)
+        return result or (not asks and sender == name and isinstance(what, Missing))
+
+    table.hold = hold
     return table
 
 
@@ -100,11 +105,10 @@ def test_who_is_further_behind_comes_to_no_other_round_until_it_has_caught_up() 
 
 @pytest.mark.parametrize("ends", ["the owner is lost", "nothing comes", "they are not kept", "a state is taken"])
 def test_results_that_will_not_come_are_given_up(ends: str) -> None:
-    table = slow_to_receive(THIRD)
+    table = slow_to_receive(THIRD, asks=ends == "they are not kept")
     table.train(**SAMPLES)
     table.wait(SETTINGS.patience_s + 0.1)
     (step,) = table.applied[THIRD]
-    table.held.clear()
     if ends == "the owner is lost":
         for name in (FIRST, SECOND):
             table.kill(name)
@@ -122,7 +126,7 @@ def test_results_that_will_not_come_are_given_up(ends: str) -> None:
 
 
 def test_as_long_as_something_comes_a_late_peer_waits_for_the_rest() -> None:
-    table = slow_to_receive(THIRD)
+    table = slow_to_receive(THIRD, asks=True)
     table.train(**SAMPLES)
     table.wait(SETTINGS.patience_s + 0.1)
     (step,) = table.applied[THIRD]
@@ -184,6 +188,21 @@ def test_before_a_run_ends_all_wait_for_who_is_late(word: str, monkeypatch: pyte
     table.release()
     assert table.applied[FIRST] == table.applied[THIRD] != []
     assert table.applied[FIRST][0].stop is (word == "stop")
+
+
+@pytest.mark.parametrize(("late_s", "trails"), [(0.1, False), (0.5, True)])
+def test_who_holds_up_the_others_a_little_in_every_round_is_not_waited_for_either(late_s: float, trails: bool) -> None:
+    """Not so long that a round would go on without it, so it is told."""
+    table = slow_to_receive(THIRD)
+    table.train(**SAMPLES)
+    table.wait(late_s)
+    table.release()
+    assert len(table.applied[FIRST]) == 1
+    assert not seen(table, THIRD, Arrived)
+    found = [plans(table, name) for name in "abc"]
+    table.train(**SAMPLES)
+    table.flow()
+    assert {plan.trailing for some in found for plan in some} == {(THIRD,) if trails else ()}
 
 
 def test_a_member_that_is_late_everywhere_is_not_more_than_half_of_a_round() -> None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_hivemind.engine.native.wire import connection
-from lightning_hivemind.engine.native.wire.connection import close, follow_line, read_exactly, tune, write
-from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
+from lightning_hivemind.engine.native.wire.connection import Follower, close, read_exactly, tune, write
+from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.speed import Line, line_of, sent
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 
@@ -112,10 +113,10 @@ def test_bbr_is_for_lines_on_which_an_answer_takes_its_time(
     tune(plain, TIMEOUT_S)
     assert congestion(plain) == before, "the system's own choice stands on a near line"
     monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3, 1e-3))
-    follow_line(plain)
+    Follower(plain).look()
     assert congestion(plain) == before
     monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3, 0.2))
-    follow_line(plain)
+    Follower(plain).look()
     assert congestion(plain) == b"bbr", "it is thin, and full"
 
 
@@ -124,3 +125,24 @@ def test_how_long_an_answer_takes_is_seen(plain: socket.socket) -> None:
     if line is None:
         pytest.skip("the system does not say")
     assert 0.0 < line.round_trip_s <= line.answer_s < 0.5
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "piece"),
+    [(1e9, PIECE_BYTES), (8.8e6, PIECE_BYTES), (5e6, 36 * 4096), (0.4e6, 16 << 10), (1e3, 16 << 10)],
+)
+def test_pieces_are_as_large_as_a_line_carries_in_a_moment(
+    plain: socket.socket, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, piece: int
+) -> None:
+    """And a number of whole rows, else their checksum would not be that of the frame."""
+    busy_s = 10_000_000 / bytes_per_s
+    seen_so_far = iter([(0, 0.0), (10_000_000, busy_s), (10_000_100, busy_s + 1.0), (10**10, busy_s + 2.0)])
+    monkeypatch.setattr(connection, "sent", lambda _: next(seen_so_far))
+    line = Follower(plain)
+    line.look()
+    assert line.piece_bytes == piece
+    assert line.piece_bytes % ROW_BYTES == 0
+    line.look()
+    assert line.piece_bytes == piece, "a hundred bytes say nothing"
+    line.look()
+    assert line.piece_bytes == PIECE_BYTES, "it has become quick"

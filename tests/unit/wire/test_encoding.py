@@ -76,8 +76,8 @@ HEAD = [3, b"x" * 16, 100]
         ([0, [1, b"x" * 65, 1], 1, 2, 0], "at most 64 bytes"),
         ([0, [1, "text", 1], 1, 2, 0], "at most 64 bytes"),
         ([1, b"r", {}, 0], "Head has 3 fields"),
-        ([2, b"r", [None, True, float("nan"), [], False, False, False]], "finite"),
-        ([2, b"r", [None, 1, 1.0, [], False, False, False]], "expected a flag"),
+        ([2, b"r", [None, True, float("nan"), [], [], False, False, False]], "finite"),
+        ([2, b"r", [None, 1, 1.0, [], [], False, False, False]], "expected a flag"),
         ([3, b"r", "p" * 300, None], "at most 256 characters"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hivemind.engine.native.wire.checksum import checksum
+from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES, checksum
 from lightning_hivemind.engine.native.wire.connection import pieces, write
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.reader import Reader
@@ -108,8 +108,11 @@ def test_a_connection_that_ends_in_a_piece_is_gone(pair: tuple[socket.socket, Re
 
 @pytest.mark.parametrize("verifies", [True, False])
 @pytest.mark.parametrize("size", [5, PIECE_BYTES, 2 * PIECE_BYTES + 4096 + 5])
+@pytest.mark.parametrize("most", [4 * ROW_BYTES, PIECE_BYTES])
 @pytest.mark.parametrize("damaged", [None, 0, -1])
-def test_what_was_damaged_on_the_way_is_not_handed_over(size: int, damaged: int | None, *, verifies: bool) -> None:
+def test_what_was_damaged_on_the_way_is_not_handed_over(
+    size: int, damaged: int | None, most: int, *, verifies: bool
+) -> None:
     data = bytearray(index * 7 % 251 for index in range(size))
     header = Header(kind=Kind.RESULT, length=size, checksum=checksum(memoryview(bytes(data))))
     if damaged is not None:
@@ -119,7 +122,7 @@ def test_what_was_damaged_on_the_way_is_not_handed_over(size: int, damaged: int 
     with one, other:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         reader = Reader(other, "peer", sink, verifies=verifies)
-        for piece in pieces(header, [bytes(data)]):
+        for piece in pieces(header, [bytes(data)], most):
             write(one, *piece)
             reader.read()
     assert sink.arrivals == [(header, None if verifies and damaged is not None else bytes(data))]

@@ -52,15 +52,17 @@ class Chunks:
         Chunks that wait for a slow line go on to those that lack them, for as many rounds as those may be behind.
         """
         exchange = self._exchanges.pop(round_id, None)  # first: nobody is given its memory any more
+        self._links.forget(round_id, Kind.INPUT)
         self._decided.append(round_id)
         if len(self._decided) > MOST_LATE:
             self._links.forget(self._decided.popleft())
-        return exchange.end(sending=self._links.sends(round_id)) if complete and exchange is not None else None
+        sending = self._links.sends(round_id, Kind.RESULT)
+        return exchange.end(sending=sending) if complete and exchange is not None else None
 
     @property
     def owes(self) -> bool:
         """Whether some that are late with the results of the last steps do not have those of this peer yet."""
-        return any(self._links.sends(round_id) for round_id in tuple(self._decided))
+        return any(self._links.sends(round_id, Kind.RESULT) for round_id in tuple(self._decided))
 
     def drop(self, round_id: bytes) -> Exchange | None:
         """That round came to nothing, here at least."""

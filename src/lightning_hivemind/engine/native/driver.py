@@ -167,6 +167,8 @@ class Driver:
     def moved(self, peer: PeerId, header: Header) -> None:
         if header.kind in (Kind.INPUT, Kind.RESULT):
             self._peer.heard(header.round, peer, time.monotonic())
+        if header.kind is Kind.PARCEL and self._carrying is not None:
+            self._carrying.moved(peer, time.monotonic())
         if self._downloads is not None:
             self._downloads.moved(peer, header)
 
@@ -336,7 +338,7 @@ class Driver:
                 self._training.arrived(round_id, self._traffic.result(round_id, complete=complete))
                 self._count(self._now())
             case TellGone(to=to, ended=ended):
-                if not self._connections.sends(ended.round, to):
+                if not self._connections.sends(ended.round, Kind.RESULT, to):
                     self._do(Send(to=to, message=ended))
             case GiveUp(round=round_id, reason=reason):
                 exchange = self._traffic.drop(round_id)
@@ -353,7 +355,8 @@ class Driver:
         self._traffic.open(round_id, given.values)
         self._given = round_id
         self._whole_line = given.offer.bandwidth >= 1.0
-        offer = replace(given.offer, bandwidth=given.offer.bandwidth * self._connections.upload_rate)
+        links, offer = self._connections, given.offer
+        offer = replace(offer, bandwidth=offer.bandwidth * links.upload_rate, slow_to=links.slow_to)
         self._peer.join(round_id, offer, self._now())
         if given.values is None:
             self._count(self._now())  # it may have less than it said

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.low_rank import LowRank
-from lightning_hivemind.engine.native.means import Made, Mean
+from lightning_hivemind.engine.native.means import Carried, Made, Mean
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
@@ -75,8 +75,9 @@ class Gradients:
         self._given: Made | None = None
         self._handed: Made | None = None
         self._back: Mean | None = None
-        #: other peers' gradients that are given with this one's
-        self._carried: list[Mean] = []
+        #: whether this peer has gone, since, where what it hands over cannot come back to
+        self._void = False
+        self._carried = Carried(self.marks)
         self._number = time.time_ns() // 1000  # grows over restarts, too
         #: of sums over samples that were given before (error feedback); see :meth:`.Exchange.left_out`
         self._left_out: Tensor | None = None
@@ -101,8 +102,8 @@ class Gradients:
     @property
     def _samples(self) -> int:
         given = self._given.contribution.samples if self._given is not None else 0
-        waiting = [self._back] if self._back is not None else []
-        return self._sum.samples + given + sum(one.samples for one in (*waiting, *self._carried))
+        back = self._back.samples if self._back is not None else 0
+        return self._sum.samples + given + back + self._carried.samples
 
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch of ``samples`` by, before its backward pass."""
@@ -177,13 +178,14 @@ class Gradients:
         """
         with self._lock:
             assert self._handed is None, "one peer at a time"
-            if not self.can_be_carried or self._left_out is not None or steps > self._max_staleness:
+            if not self.can_be_carried or steps > self._max_staleness or self._was_given:
                 return 0, None
             lost = self._prune(steps)
             found = self._collect()
             if found is None:
                 return lost, None
             self._handed, values = found
+            self._void = False
             return lost, Parcel(values, self._handed.contribution.samples, self._handed.epoch)
 
     def handed_over(self, *, back: bool) -> int:
@@ -192,6 +194,8 @@ class Gradients:
             handed, self._handed = self._handed, None
             if handed is None or not back:
                 return 0
+            if self._void:
+                return handed.contribution.samples
             self._recover(handed)
             return self._prune()
 
@@ -201,7 +205,7 @@ class Gradients:
             steps = 0 if self._given is None else 1  # that round goes without it
             fits = self.can_be_carried and not self._too_old(parcel.epoch, steps)
             if fits:
-                self._carried.append(Mean(parcel.values, parcel.samples, parcel.epoch))
+                self._carried.add(Mean(parcel.values, parcel.samples, parcel.epoch))
             return fits
 
     def too_old(self, epoch: int) -> bool:
@@ -243,10 +247,11 @@ class Gradients:
                 self._left_out = left_out
             elif left_out is not None:
                 self._left_out.add_(left_out)
-            own, carried = (self._given.own, self._given.carried) if self._given is not None else (None, ())
+            own = self._given.own if self._given is not None else None
             waiting = [mean for mean in (own, self._back) if mean is not None]
+            self._carried.put_back(self._given.carried if self._given is not None else ())
+            self._carried.drop(lambda mean: mean.is_in(counted))
             self._given, self._back, dropped = None, None, 0
-            self._carried = [mean for mean in (*carried, *self._carried) if not mean.is_in(counted)]
             for mean in waiting:
                 if not mean.is_in(counted):
                     self._take_back(mean)
@@ -280,7 +285,8 @@ class Gradients:
         with self._lock:
             self._head_epoch = epoch
             lost, self._given, self._back, self._left_out = self._samples, None, None, None
-            self._carried.clear()
+            self._carried.take()
+            self._void = True
             self._sum.clear()
             self._ever.zero_()
             return lost
@@ -292,11 +298,22 @@ class Gradients:
         """Whether the values of several peers have a mean that is one peer's: not factors, nor changes since a step."""
         return self._low_rank is None and not self._local and self._max_staleness > 0
 
+    @property
+    def was_given(self) -> bool:
+        """Whether something here was in a round before: it may be in a commit, which only this peer can find out."""
+        with self._lock:
+            return self._was_given
+
+    @property
+    def _was_given(self) -> bool:
+        return self._carried.was_given or (self._back is not None and bool(self._back.given))
+
     def _collect(self) -> tuple[Made, Tensor] | None:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
         own, self._number = self._take_all(), self._number + 1
         self._back = own
-        parts = [*([own] if own is not None else []), *self._carried]
+        carried = self._carried.take()
+        parts = [*([own] if own is not None else []), *carried]
         if not parts:
             return None
         samples = sum(one.samples for one in parts)
@@ -312,23 +329,22 @@ class Gradients:
             values = torch.add(values, self._left_out, alpha=1 / samples, out=given)
             self._mark_left_out(given, self._left_out)
         number, self._back = self._number, None
-        carried, self._carried = tuple(one.gave(number) for one in self._carried), []
+        carried = tuple(one.gave(number) for one in carried)
         contribution = Contribution(peer=self._me, number=number, samples=samples)
         return Made(contribution, own.gave(number) if own is not None else None, carried), values
 
     def _mean_of(self, parts: Sequence[Mean], samples: int) -> Tensor:
         """Of several peers: each one's changes of statistics are its own."""
         values = self._memory.floats(self.whole)
-        marks = [self._marks(one.values) for one in parts]
         torch.mul(parts[0].values, parts[0].samples / samples, out=values)
         for one in parts[1:]:
             values.add_(one.values, alpha=one.samples / samples)
-        self._marks(values).copy_(torch.stack(marks).amax(0))
+        self._marks(values).copy_(torch.stack([self._marks(one.values) for one in parts]).amax(0))
         return values
 
     def _recover(self, given: Made) -> None:
         """For the next round, with what waits for it already."""
-        self._carried = [*given.carried, *self._carried]
+        self._carried.put_back(given.carried)
         if given.own is not None:
             self._take_back(given.own)
 
@@ -372,8 +388,7 @@ class Gradients:
 
     def _prune(self, steps: int = 0) -> int:
         """Drop what is too old, or will be after so many steps; returns the samples."""
-        dropped = sum(one.samples for one in self._carried if self._too_old(one.epoch, steps))
-        self._carried = [one for one in self._carried if not self._too_old(one.epoch, steps)]
+        dropped = self._carried.drop(lambda one: self._too_old(one.epoch, steps))
         if self._back is not None and self._too_old(self._back.epoch, steps):
             dropped, self._back = dropped + self._back.samples, None
         if self._sum.samples and self._too_old(self._sum.epoch, steps):

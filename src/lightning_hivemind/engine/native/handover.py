@@ -87,8 +87,8 @@ class Handover:
 
     @property
     def gives(self) -> bool:
-        """Whether this peer gives to rounds what it has."""
-        return self._gives and not self.owes and not self.hands_over
+        """Whether this peer gives to rounds what it has, or some of it."""
+        return self._gives and not self.owes and (not self.hands_over or self._gradients.was_given)
 
     def called(self, now: float) -> float:
         """A round calls: :meth:`ready_at`, for the first time."""
@@ -179,7 +179,13 @@ class Handover:
 
     @property
     def carries(self) -> bool:
-        return self.gives and self._gradients.can_be_carried
+        return self.gives and self._gradients.can_be_carried and self.stops_at is None
+
+    @property
+    def can_hand_over(self) -> bool:
+        can = self._gives and not self.owes and self._gradients.can_be_carried
+        with self.changed:
+            return can and not self._pace.stands_still(time.monotonic())
 
     def hand_over(self, takes_s: float) -> Parcel | None:
         if not self._gives or self.owes:

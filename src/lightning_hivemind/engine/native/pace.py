@@ -20,6 +20,8 @@ COMPARABLE = 2.0
 WORTH = 1 / 3
 #: of a step, by which what is handed over should be there before it
 MARGIN = 0.2
+#: steps without one
+STANDSTILL = 5
 #: a batch is waited for until it has taken so many times as long as usual, and at least so many seconds
 OVERTIME, LEAST_S = 3.0, 2.5
 
@@ -103,7 +105,12 @@ class Pace:
         """How many steps will probably be decided until then: a little more than a mean one takes, to be sure."""
         if self._last_step is None or not self._step_s:
             return 0
-        return int((now - self._last_step + duration_s) / self._step_s + MARGIN)
+        elapsed_s = min(now - self._last_step, self._step_s)
+        return int((elapsed_s + duration_s) / self._step_s + MARGIN)
+
+    def stands_still(self, now: float) -> bool:
+        """Whether no step was decided for so long that the next one may need this peer's own."""
+        return self._last_step is None or now - self._last_step > STANDSTILL * max(LEAST_S, self._step_s or 0.0)
 
     def hold_until(self, samples: int, now: float) -> float:
         """Between two batches: how long not to begin another one, because the target will be reached before its end.

@@ -88,6 +88,10 @@ class Training(Protocol):
     def carries(self) -> bool:
         """Whether this peer gives to rounds now, and can give others' gradients with its own."""
 
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether this peer's gradients can go that way now; else they go by rounds."""
+
     def hand_over(self, takes_s: float) -> Parcel | None:
         """Fix what this peer hands to another one, with :attr:`hands_over`, in so many seconds; one at a time."""
 

@@ -42,7 +42,7 @@ class _Coming:
 
 
 class Carrier:
-    """See the module. ``room`` is called by the threads that read connections, all else by that of the rounds."""
+    """See the module. Threads that read connections call ``room`` and ``moved``, that of the rounds all else."""
 
     def __init__(
         self, links: Links, training: Training, layout: Layout, codecs: Sequence[ChunkCodec], memory: Memory
@@ -86,22 +86,26 @@ class Carrier:
             wanted = coming is not None and coming.number == header.round and header.chunk not in coming.here
         return memory_of(self._memory.bytes(header.length)) if wanted else None
 
-    def take(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
-        """A chunk is there."""
+    def moved(self, peer: PeerId, now: float) -> None:
+        """A part of a chunk has come."""
+        with self._lock:
+            if (coming := self._coming.get(peer)) is not None:
+                coming.moved_at = now
+
+    def take(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> bool:
+        """A chunk is there. True if it was the last one of a gradient."""
         coming = self._coming.get(peer)
         if coming is None or coming.number != header.round or header.chunk in coming.here:
-            return
+            return False
         self._codecs[header.chunk].decode(payload, coming.values[self._layout.span(header.chunk)])
         coming.moved_at = now
         with self._lock:
             coming.here.add(header.chunk)
-        if len(coming.here) == self._layout.chunks:
-            self._drop(peer)
-            self._answer(peer, coming.number, self._finish(peer, coming))
-
-    def lost(self, peer: PeerId) -> None:
-        """It hands over nothing more of what it has begun."""
+        if len(coming.here) < self._layout.chunks:
+            return False
         self._drop(peer)
+        self._answer(peer, coming.number, self._finish(peer, coming))
+        return True
 
     def _finish(self, peer: PeerId, coming: _Coming) -> Receipt:
         if not finite(coming.values):

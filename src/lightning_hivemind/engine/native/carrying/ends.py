@@ -38,6 +38,9 @@ class Ends:
         self._carrier = Carrier(links, training, layout, codecs, memory)
         self._sender = Sender(links, training, peer.me, layout, codecs, memory)
         self._line = Line(peer.me)
+        self._whole = not any(one.leaves_out for one in codecs)  # what is left out would have to be given later
+        #: whether this peer may have other samples than before
+        self._changed = False
 
     def room(self, peer: PeerId, header: Header) -> memoryview | None:
         """Where what follows is to be put; None if it is not wanted. Raises WireError: there is no such thing."""
@@ -55,22 +58,32 @@ class Ends:
         if header.kind is Kind.RECEIPT:
             receipt = read_receipt(payload, self._layout)
             return lambda now: self._sender.answered(peer, header.round, receipt, now)
-        return lambda now: self._carrier.take(peer, header, payload, now)
+        return lambda now: self._take(peer, header, payload, now)
+
+    def _take(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
+        self._changed |= self._carrier.take(peer, header, payload, now)
+
+    def moved(self, peer: PeerId, now: float) -> None:
+        """A part of a chunk has come from it; from the threads that read connections."""
+        self._carrier.moved(peer, now)
 
     def lost(self, peer: PeerId, now: float) -> None:
         """There is no connection to it."""
-        self._carrier.lost(peer)
         self._sender.lost(peer, now)
 
     def begun(self, plan: Plan, now: float) -> None:
         """A round of this peer, for which all of its line is there."""
         self._line.observe(plan, self._sender.takes_s, now)
-        self._peer.sends_slowly(self._line.slow)
 
     def look(self, now: float) -> bool:
         """After every event: hand over what is to be. Returns whether this peer has other samples for rounds now."""
-        before = self._training.hands_over, self._training.samples
-        carriers = self._sender.carriers(self._peer.quick, now) if self._line.slow else []
-        self._training.hands_over = bool(carriers)
-        self._sender.look(carriers, now)
-        return before != (self._training.hands_over, self._training.samples)
+        changed, self._changed = self._changed, False
+        if self._line.slow or self._sender.busy or self._training.hands_over:
+            can = self._line.slow and self._whole and self._training.can_hand_over
+            carriers = self._sender.carriers(self._peer.quick, now) if can else []
+            hands_over = bool(carriers)
+            changed |= self._training.hands_over != hands_over
+            self._training.hands_over = hands_over
+            self._peer.sends_slowly(hands_over)
+            self._sender.look(carriers, now)
+        return changed

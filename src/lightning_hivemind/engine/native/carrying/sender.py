@@ -64,6 +64,11 @@ class Sender:
         self._refused: dict[PeerId, float] = {}
 
     @property
+    def busy(self) -> bool:
+        """Whether it is not known yet what becomes of something."""
+        return self._under_way is not None
+
+    @property
     def takes_s(self) -> float:
         """How long this peer's line takes for a gradient."""
         return self._size_bytes / self._links.upload_rate
@@ -113,8 +118,9 @@ class Sender:
             self._send(one, receipt.missing)
 
     def lost(self, peer: PeerId, now: float) -> None:
-        if (one := self._under_way) is not None and one.to == peer:
-            self._end(one, self._unknown(one), now)
+        """There is no connection to it. What may be there is asked for a while longer: the line may be back soon."""
+        if (one := self._under_way) is not None and one.to == peer and not one.sent:
+            self._end(one, Outcome.BACK, now)
 
     def _unknown(self, one: _UnderWay) -> Outcome:
         """What became of it, as far as can be said."""

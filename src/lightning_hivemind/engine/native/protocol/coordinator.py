@@ -26,8 +26,11 @@ class Coordinator:
         self._everybody = plan.members
         #: who gets the results, and is not waited for
         self._trailing = set(plan.trailing)
-        #: when those that are not done yet will be among them
+        #: when half of those that are waited for were done, and the others may be too, without being late
+        self._in_time_until = float("inf")
+        #: when those that are not done yet will be among the trailing
         self._late_at = float("inf")
+        self._in_time: set[PeerId] = set()
         self._began = now
         self._deadline, self._resend_at = now + settings.round_s, now + 2 * settings.resend_s
         self._extended = False
@@ -46,10 +49,13 @@ class Coordinator:
         if self.ended or peer not in self.plan.members or message.version != self.plan.version:
             return
         self._done[peer] = message.digest
+        if now <= self._in_time_until:
+            self._in_time.add(peer)
         self._decide()
         awaited = set(self.plan.members) - self._trailing
         enough = not self.plan.last and 2 * len(awaited & set(self._done)) >= len(awaited)
         if enough and self._late_at == float("inf"):
+            self._in_time_until = now + max(self._settings.late_s, now - self._began)
             self._late_at = now + max(self._settings.patience_s, now - self._began)
 
     def lost(self, peer: PeerId, reason: str) -> None:
@@ -121,7 +127,7 @@ class Coordinator:
         """Go on without those that are not done, once; a second time there is no time left."""
         reason = f"not finished in {self._settings.round_s:.1f} s (allreduce_timeout or averaging_timeout)"
         late = frozenset(self.plan.members) - self._trailing - set(self._done)
-        if self._extended or self._me in late:
+        if self._extended or not self._done or self._me in late:
             self.abort(reason)
             return
         self._extended, self._deadline = True, now + self._settings.round_s / 2
@@ -139,7 +145,8 @@ class Coordinator:
             self._emit(Note(what=reason, peer=peer, round=self.plan.round))
         self.plan = self.plan.without(lost, refused)
         self._done.clear()
-        self._late_at = float("inf")
+        self._in_time_until = self._late_at = float("inf")
+        self._in_time.clear()
         self._accusations.clear()
         for peer in sorted(lost):
             self._emit(Send(to=peer, message=Ended(round=self.plan.round, reason=reason, aborted=False)))
@@ -151,7 +158,7 @@ class Coordinator:
             self._publish()
 
     def _agreed(self, without: frozenset[PeerId]) -> bool:
-        return set(self._done) >= set(self.plan.members) - self._trailing - without
+        return bool(self._done) and set(self._done) >= set(self.plan.members) - self._trailing - without
 
     def _decide(self, lost: frozenset[PeerId] = frozenset()) -> None:
         if self.ended or not self._agreed(lost):
@@ -168,8 +175,9 @@ class Coordinator:
             digest=digests.pop(),
             stop=self.plan.stop,
         )
+        late = set(self.plan.members) - self._in_time - set(self.plan.trailing)
         for peer in self._everybody:  # also those that were taken out: they learn what they have missed
-            self._emit(Send(to=peer, message=Committed(commit=self.commit)))
+            self._emit(Send(to=peer, message=Committed(commit=self.commit, late=peer in late)))
 
     def abort(self, reason: str) -> None:
         """End the round; nothing of it is used anywhere."""

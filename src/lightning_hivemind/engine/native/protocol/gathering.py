@@ -21,13 +21,13 @@ class Gathering:
         round_id: RoundId,
         head: Head,
         cuts: int,
-        is_slow: Callable[[PeerId], bool],
+        may_miss: Callable[[PeerId], bool],
         emit: Callable[[Action], None],
         now: float,
     ) -> None:
         self._settings, self._me, self._cuts, self._emit = settings, me, cuts, emit
-        self._is_slow = is_slow
-        #: when those with slow lines, if nobody else is missing, are not waited for any more
+        self._may_miss = may_miss
+        #: when those that may miss it, if nobody else is missing, are not waited for any more
         self._late_at = float("inf")
         self.round, self.head = round_id, head
         #: who was called and has not answered yet
@@ -66,13 +66,13 @@ class Gathering:
                 self._call(peer)
 
     def over(self, now: float) -> bool:
-        """Nobody is awaited any more, or not any longer: who has a slow line as long again as the others took."""
+        """Nobody is awaited any more, or not any longer: who has nothing to give, as long again as the others took."""
         if not self.awaited:
             return True
-        if not self._enough or not all(map(self._is_slow, self.awaited)):
+        if not self._enough or not all(map(self._may_miss, self.awaited)):
             self._late_at = float("inf")
         elif self._late_at == float("inf"):
-            self._late_at = now + max(self._settings.patience_s, now - self._started)
+            self._late_at = now + max(self._settings.late_s, now - self._started)
         return now >= min(self._late_at, self._started + self._settings.matchmaking_s)
 
     @property

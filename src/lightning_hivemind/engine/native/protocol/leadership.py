@@ -144,8 +144,8 @@ class Leadership:
             self._called += 1
             parts = f"{self._me} {self._called} ".encode() + self._incarnation
             round_id = hashlib.sha256(parts).digest()[:16]
-            cuts, is_slow = self._roster.cuts, self._roster.is_slow
-            self._gathering = Gathering(self._settings, self._me, round_id, head, cuts, is_slow, self._emit, now)
+            cuts, may_miss = self._roster.cuts, self._roster.gives_nothing
+            self._gathering = Gathering(self._settings, self._me, round_id, head, cuts, may_miss, self._emit, now)
             self._gathering.call([self._me])
         elif self._due_since is None:
             self._due_since = now

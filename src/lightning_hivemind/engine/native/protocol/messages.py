@@ -109,9 +109,13 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """The round succeeded. Only the coordinator decides it; whoever knows may pass it on."""
+    """The round succeeded. Only the coordinator decides it; whoever knows may pass it on.
+
+    ``late``: half of the others have waited for the receiver, or would have.
+    """
 
     commit: Commit
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

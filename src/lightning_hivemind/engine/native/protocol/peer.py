@@ -236,6 +236,7 @@ class Peer:
         """
         self._standing.catching_up_to = None
         self._rounds.leave(reason, now)
+        self._rounds.trailing.clear()
         self._settle(now)
 
     # ------------------------------------------------------------------ what other peers say
@@ -282,7 +283,7 @@ class Peer:
             case Done():
                 leadership.on_done(sender, message, now)
             case Committed():
-                rounds.on_committed(sender, message.commit, now)
+                rounds.on_committed(sender, message, now)
             case Ended():
                 rounds.on_ended(sender, message, now)
             case Ask():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,8 @@ class Offer:
         reduces: whether it can be given chunks to reduce: others can reach it.
         bandwidth: that it can send with, for its share of the chunks; any unit, if all use the same.
         cut: to whom it has no connection, dead or alive.
-        trails: it was late with the results of a round before: this one need not wait until it has them.
+        slow_to: to whom it sends much more slowly than to others.
+        trails: it will be late with the results, or to say that it has them: the round need not wait for that.
         stop: it wants the run to end; last: its own ends with this step.
     """
 
@@ -28,6 +30,7 @@ class Offer:
     reduces: bool = True
     bandwidth: float = 1.0
     cut: tuple[PeerId, ...] = ()
+    slow_to: tuple[PeerId, ...] = ()
     trails: bool = False
     stop: bool = False
     last: bool = False
@@ -148,9 +151,15 @@ def make_plan(
 
 
 def reducers_of(offers: Mapping[PeerId, Offer]) -> dict[PeerId, float]:
-    """Which members can be given chunks, with their bandwidths: those to whom all others have a connection."""
+    """Which members can be given chunks, with their bandwidths: those to whom all others have a connection.
+
+    Of these not those that receive slowly, as most others say, or as they have found: all would wait for their inputs.
+    """
     without = {one for peer, offer in offers.items() for other in offer.cut if other in offers for one in (peer, other)}
-    return {peer: one.bandwidth for peer, one in offers.items() if one.reduces and peer not in without}
+    found = {peer: one.bandwidth for peer, one in offers.items() if one.reduces and peer not in without}
+    said = Counter(other for offer in offers.values() for other in offer.slow_to)
+    quick = [peer for peer in found if not offers[peer].trails and 2 * said[peer] < max(2, len(offers) - 1)]
+    return {peer: found[peer] for peer in quick or found}
 
 
 def shares(bandwidths: Mapping[PeerId, float], members: int) -> dict[PeerId, float]:

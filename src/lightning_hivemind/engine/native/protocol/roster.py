@@ -12,8 +12,8 @@ NEVER = float("-inf")
 #: steps with a peer since it was lost here: the round of the last was called after this peer had told its coordinator
 #: that the one before is done, which was after that loss
 SURELY_LIVES = 3
-#: a peer with a slow line leads only where there is no better one, as one that is cut off from so many
-SLOW_LINE = 1 << 20
+#: counted among the cuts of a peer with a slow line, to receive or to send: among equals it does not lead
+RECEIVES_SLOWLY, SENDS_SLOWLY = 1 << 20, 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Place:
 
     Attributes:
         reduces: others can connect to it.
-        cuts: to how many peers that live it has no connection; see :data:`SLOW_LINE`.
+        cuts: to how many peers that live it has no connection; see :data:`SENDS_SLOWLY`.
         stamp: when it was made, in any one clock of that peer.
     """
 
@@ -210,9 +210,14 @@ class Roster:
         return tuple(sorted(peer for peer, one in self._cut.items() if not one.doubtful))
 
     @property
+    def slow(self) -> bool:
+        """Whether this peer has the results of a round later than others, or says so later."""
+        return self.receives_slowly or self.sends_slowly
+
+    @property
     def cuts(self) -> int:
         """How little this peer can lead a round: see :class:`Place`."""
-        return len(self.cut) + (SLOW_LINE if self.receives_slowly or self.sends_slowly else 0)
+        return len(self.cut) + self.receives_slowly * RECEIVES_SLOWLY + self.sends_slowly * SENDS_SLOWLY
 
     @property
     def out_of_reach(self) -> tuple[PeerId, ...]:
@@ -225,11 +230,11 @@ class Roster:
 
     def quick(self) -> list[PeerId]:
         """Those of :meth:`living` that all can reach, over lines that are not slow, as far as is known."""
-        return [peer for peer in self.living() if self._seen[peer].reduces and not self.is_slow(peer)]
+        return [peer for peer in self.living() if self._seen[peer].reduces and self._seen[peer].cuts < RECEIVES_SLOWLY]
 
-    def is_slow(self, peer: PeerId) -> bool:
-        """Whether it is known to have a slow line."""
-        return peer in self._seen and self._seen[peer].cuts >= SLOW_LINE
+    def gives_nothing(self, peer: PeerId) -> bool:
+        """Whether it is known to hand what it has to another peer, as it sends slowly: nobody needs to wait for it."""
+        return peer in self._seen and self._seen[peer].cuts >= SENDS_SLOWLY
 
     def reaches(self, peer: PeerId) -> bool:
         """Whether it can be reached from here, as far as is known."""
@@ -243,15 +248,15 @@ class Roster:
     def outranks(self, one: PeerId, other: PeerId, epoch: int) -> bool:
         return self._order(one, epoch) < self._order(other, epoch)
 
-    def _order(self, peer: PeerId, epoch: int) -> tuple[tuple[bool, int], bytes]:
+    def _order(self, peer: PeerId, epoch: int) -> tuple[tuple[bool, int, bool], bytes]:
         """Of candidates: by fitness, then by rank."""
         return self._unfit(peer), rank(self._run, epoch, peer)
 
-    def _unfit(self, peer: PeerId) -> tuple[bool, int]:
-        """How little this one can lead a round: it cannot be connected to, or it is cut off from so many."""
-        if peer == self._me:
-            return not self._reduces, self.cuts
-        return not self._seen[peer].reduces, self._seen[peer].cuts
+    def _unfit(self, peer: PeerId) -> tuple[bool, int, bool]:
+        """How little this one can lead a round: nobody can connect to it, it is cut off from so many, or it is slow."""
+        mine = peer == self._me
+        reduces, cuts = (self._reduces, self.cuts) if mine else (self._seen[peer].reduces, self._seen[peer].cuts)
+        return not reduces, cuts % RECEIVES_SLOWLY, cuts >= RECEIVES_SLOWLY
 
     def enough(self, head: Head) -> bool:
         """Whether a round is due."""

@@ -108,13 +108,13 @@ class Rounds:
         if joined is None or joined.round != round_id or joined.offer is not None:
             self._emit(GiveUp(round=round_id, reason="the round is over"))
         else:
-            trails = self.trailing.expected or self._roster.sends_slowly  # it may have all, but says so late
-            joined.offer = offer = replace(offer, cut=self._roster.out_of_reach, trails=trails)
+            joined.offer = offer = replace(offer, cut=self._roster.out_of_reach, trails=self._roster.slow)
             self._send(joined.coordinator, Join(round=round_id, offer=offer))
 
     def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
-        if (member := self.member(round_id) or self.trailing.member(round_id)) is not None:
+        if (member := self.member(round_id)) is not None:
             member.heard(peer, now)
+        self.trailing.heard(round_id, peer, now)
 
     def input_arrived(self, round_id: RoundId, chunk: int, peer: PeerId, now: float) -> None:
         member = self.member(round_id)
@@ -236,17 +236,17 @@ class Rounds:
         if (member := self.member(message.round)) is not None:
             member.asked_again(message, sender, now)
         elif self._standing.history.of_round(message.round) is not None:
-            ended = Ended(round=message.round, reason="its results are not kept", aborted=False)
-            self._emit(TellGone(to=sender, ended=ended))
+            gone = Ended(round=message.round, reason="its results are not kept", aborted=False)
+            self._emit(TellGone(to=sender, ended=gone))
 
-    def on_committed(self, sender: PeerId, commit: Commit, now: float) -> None:
-        if not can_be_summed(commit.contributions):
+    def on_committed(self, sender: PeerId, message: Committed, now: float) -> None:
+        if not can_be_summed((commit := message.commit).contributions):
             return  # nobody decides that
         promised, inquiry, joined = self._over.get(commit.round, False), self.inquiry(commit.round), self._joined
         if promised and (inquiry is None or (joined is not None and joined.coordinator == sender)):
             return  # this peer said that it would take none; if others have it, their news leads there
         if commit.parent == self._standing.settled:
-            self.commit(commit, now)
+            self.commit(commit, now, late=message.late)
         else:
             self._standing.same(sender, commit.head)
 
@@ -303,11 +303,11 @@ class Rounds:
 
     # ------------------------------------------------------------------ the end of a round
 
-    def commit(self, commit: Commit, now: float) -> None:
+    def commit(self, commit: Commit, now: float, *, late: bool = False) -> None:
         """It is decided: this peer is one epoch on."""
         member, joined = self.member(commit.round), self._joined
         complete = member is not None and member.digest == commit.digest
-        coming = self.trailing.committed(commit, member, now)
+        coming = self.trailing.committed(commit, member, now, late=late)
         self._roster.receives_slowly = self.trailing.expected
         mine = next((one for one in commit.contributions if one.peer == self._me), None)
         if joined is not None and joined.round != commit.round:

@@ -18,8 +18,9 @@ class Settings:
         stall_s: how long a peer may deliver nothing that is owed before it is accused.
         detect_s: after how long without a sign of life others take a peer for dead.
         round_s: how long a round may take altogether.
-        patience_s: how long at least the others wait for who is slow: to come to a round
-            (:meth:`.gathering.Gathering.over`), and to have its results (:meth:`.coordinator.Coordinator.done`).
+        late_s: who needs so much longer than half of a round for its results, and longer than twice their time, has a
+            slow line: see :meth:`.coordinator.Coordinator.done`.
+        patience_s: so long at least it is waited for, unless that is known before: what is lost is asked for again.
         resend_s: after so long without an answer a message is repeated.
         probe_s: how often to try a peer to which there is no connection, though it lives.
         lives_s: for how long a record shows that a peer lives.
@@ -34,7 +35,8 @@ class Settings:
     stall_s: float = 5.0
     detect_s: float = 2.0
     round_s: float = 30.0
-    patience_s: float = 0.25
+    late_s: float = 0.25
+    patience_s: float = 1.25
     resend_s: float = 0.5
     probe_s: float = 15.0
     lives_s: float = 30.0

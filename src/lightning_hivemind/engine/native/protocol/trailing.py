@@ -17,7 +17,7 @@ from lightning_hivemind.engine.native.protocol.settings import Settings
 #: rounds that a peer may be behind with results: who is further behind comes to no other round
 MOST = 2
 #: after being late, a peer says in so many rounds that it need not be waited for
-REMEMBERED = 8
+REMEMBERED = 16
 
 
 @dataclass(slots=True)
@@ -45,21 +45,25 @@ class Trailing:
     def full(self) -> bool:
         return len(self._rounds) >= MOST
 
-    def committed(self, commit: Commit, member: Member | None, now: float) -> bool:
-        """A round of this peer (as this ``member``) is decided. Whether results of it are still to come."""
-        if member is None:
-            return False
-        late = member.digest != commit.digest
-        coming = late and member.plan.contributions == commit.contributions  # else of a plan that never got here
-        self._left = REMEMBERED if late else max(0, self._left - 1)
-        if coming:
-            self._rounds[commit.round] = _Late(commit, member, now, now + self._settings.resend_s)
-        return coming
+    def committed(self, commit: Commit, member: Member | None, now: float, *, late: bool) -> bool:
+        """A round of this peer (as this ``member``) is decided. Whether results of it are still to come.
 
-    def member(self, round_id: RoundId) -> Member | None:
-        """This peer's part in that round, if results of it are still to come."""
-        late = self._rounds.get(round_id)
-        return late.member if late is not None else None
+        ``late``: others have waited for it.
+        """
+        complete = member is not None and member.digest == commit.digest
+        self._left = REMEMBERED if late else max(0, self._left - 1)
+        # (what is lacking may be of a plan that never got here)
+        if member is not None and member.owed() and member.plan.contributions == commit.contributions:
+            self._rounds[commit.round] = _Late(commit, member, now, now + self._settings.resend_s)
+            return True
+        if not complete:
+            self.clear()
+        return False
+
+    def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
+        """A part of a chunk of ``peer`` has arrived; what it sends of the rounds after this one waits behind it."""
+        for late in self._rounds.values() if round_id in self._rounds else ():
+            late.member.heard(peer, now)
 
     def result_arrived(
         self, round_id: RoundId, chunk: int, version: int, digest: bytes, owner: PeerId, now: float
@@ -67,15 +71,21 @@ class Trailing:
         late = self._rounds.get(round_id)
         if late is None:
             return
-        late.member.heard(owner, now)
+        self.heard(round_id, owner, now)
         if late.member.take(chunk, version, digest, owner) and (found := late.member.digest) is not None:
-            self._end(round_id, complete=found == late.commit.digest)
+            if found == late.commit.digest:
+                del self._rounds[round_id]
+                if now - late.since > self._settings.late_s:
+                    self._left = REMEMBERED
+                self._emit(Arrived(round=round_id, complete=True))
+            else:
+                self.clear()
 
     def gone(self, round_id: RoundId, peer: PeerId) -> None:
         """``peer`` has no results of that round any more, and nothing of it is on its way."""
         late = self._rounds.get(round_id)
         if late is not None and peer in late.member.owed():
-            self._end(round_id, complete=False)
+            self.clear()
 
     def lost(self, peer: PeerId) -> None:
         for round_id in list(self._rounds):
@@ -83,12 +93,13 @@ class Trailing:
 
     def tick(self, now: float) -> None:
         """Ask again for what is owed, and give up what does not come."""
-        for round_id, late in list(self._rounds.items()):
+        for late in self._rounds.values():
             owed = late.member.owed()
             silent_s = {peer: now - max(late.since, late.member.heard_at(peer)) for peer in owed}
             if max(silent_s.values(), default=0.0) >= self._settings.stall_s:
-                self._end(round_id, complete=False)
-            elif now >= late.ask_at:
+                self.clear()
+                return
+            if now >= late.ask_at:
                 late.ask_at = now + self._settings.resend_s
                 for peer in (one for one, silent in silent_s.items() if silent >= self._settings.resend_s):
                     late.member.ask(peer, inputs=False, chunks=owed[peer][1])
@@ -98,10 +109,8 @@ class Trailing:
         return min((late.ask_at for late in self._rounds.values()), default=float("inf"))
 
     def clear(self) -> None:
-        """This peer takes another state."""
-        for round_id in list(self._rounds):
-            self._end(round_id, complete=False)
-
-    def _end(self, round_id: RoundId, *, complete: bool) -> None:
-        del self._rounds[round_id]
-        self._emit(Arrived(round=round_id, complete=complete))
+        """This peer takes a state: of no use without one of these steps are the others."""
+        rounds, self._rounds = self._rounds, {}
+        self._left = REMEMBERED if rounds else self._left
+        for round_id in rounds:
+            self._emit(Arrived(round=round_id, complete=False))

@@ -8,6 +8,7 @@ import numpy as np
 
 #: a changed bit changes the row's sum; rows that have changed places, the CRC
 ROW_WORDS = 512
+ROW_BYTES = 8 * ROW_WORDS
 
 
 def checksum(data: memoryview, before: int = 0) -> int:
@@ -16,7 +17,7 @@ def checksum(data: memoryview, before: int = 0) -> int:
     ``before``: of the pieces that come before this one, each a number of whole rows. A piece that is still in the
     processor's cache costs a third of what it costs later.
     """
-    rows = len(data) // (8 * ROW_WORDS)
+    rows = len(data) // ROW_BYTES
     words = np.frombuffer(data, np.uint64, rows * ROW_WORDS).reshape(rows, ROW_WORDS)
     sums = np.add.reduce(words, axis=1)  # modulo 2**64
     return zlib.crc32(data[words.nbytes :], zlib.crc32(sums, before))

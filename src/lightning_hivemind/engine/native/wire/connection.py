@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 
+from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.engine.native.wire.speed import line_of, sent
@@ -24,6 +25,8 @@ NEAR_S = 1e-3
 FULL_S = 20e-3
 #: of a slow line: so long takes a piece of what is long, behind which messages wait, but for very slow ones
 PIECE_S, LEAST_PIECE_BYTES = 0.03, 16 << 10
+#: by which it is measured
+LEAST_BYTES = 256 << 10
 #: a frame without room is read in pieces of this size, and dropped
 DRAIN_BYTES = 64 << 10
 TOKEN_BYTES = 32
@@ -38,27 +41,37 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line = line_of(sock)
     _control(sock, near=line is not None and line.round_trip_s < NEAR_S)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, PIECE_BYTES)  # what waits in it holds up messages
+    _hold_at_most(sock, PIECE_BYTES)
 
 
-def follow_line(sock: socket.socket) -> int:
-    """A line that was taken for a near one, and is thin, or loses packets, is like a far one: see :func:`tune`.
-
-    Returns how large the pieces are to be in which something long is written; see :func:`pieces`.
-    """
-    if not has_bbr(sock) and (line := line_of(sock)) is not None and line.answer_s > FULL_S:
-        _control(sock, near=False)
-    arrived = sent(sock)
-    if arrived is None or arrived[0] < PIECE_BYTES:
-        return PIECE_BYTES
-    size = int(PIECE_S * arrived[0] / max(arrived[1], 1e-3))
-    if size >= PIECE_BYTES:
-        return PIECE_BYTES
-    size = max(LEAST_PIECE_BYTES, size)
+def _hold_at_most(sock: socket.socket, size: int) -> None:
+    """What waits in the socket holds up messages."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size)
-    return size
+
+
+class Follower:
+    """Keeps a connection fit for its line, as that turns out to be."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._seen = sent(sock)
+        #: of the pieces in which something long is written; whole rows of a checksum
+        self.piece_bytes = PIECE_BYTES
+
+    def look(self) -> None:
+        """Before something long."""
+        if not has_bbr(self._sock) and (line := line_of(self._sock)) is not None and line.answer_s > FULL_S:
+            _control(self._sock, near=False)  # it was taken for a near one, and is thin, or loses packets
+        now, before = sent(self._sock), self._seen
+        if now is None or before is None or now[0] - before[0] < LEAST_BYTES:
+            return
+        self._seen = now
+        size = int(PIECE_S * (now[0] - before[0]) / max(now[1] - before[1], 1e-3)) // ROW_BYTES * ROW_BYTES
+        size = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, size))
+        if size != self.piece_bytes:
+            self.piece_bytes = size
+            _hold_at_most(self._sock, size)
 
 
 def _control(sock: socket.socket, *, near: bool) -> None:

@@ -288,21 +288,30 @@ class Links:
             outlets = list(self._outlets.values())
         return self._speed.of([one for outlet in outlets for one in outlet.connections])
 
-    def forget(self, number: bytes) -> bool:
-        """That round, or download, is over: what still waits of it is not sent any more.
+    @property
+    def slow_to(self) -> tuple[PeerId, ...]:
+        """To whom this peer sends at less than a quarter of the speed to another one. From one thread only."""
+        with self._lock:
+            outlets = list(self._outlets.items())
+        rates = {peer: self._speed.of(outlet.connections) for peer, outlet in outlets}
+        best = max(rates.values(), default=0.0)
+        return tuple(sorted(peer for peer, rate in rates.items() if 4 * rate < best))
+
+    def forget(self, number: bytes, kind: Kind | None = None) -> bool:
+        """That round, or download, is over: what still waits of it, or of one kind, is not sent any more.
 
         Returns whether something of it is being sent at this moment.
         """
         with self._lock:
             outlets = list(self._outlets.values())
-        still = [outlet.forget(number) for outlet in outlets]
+        still = [outlet.forget(number, kind) for outlet in outlets]
         return any(still)
 
-    def sends(self, number: bytes, to: PeerId | None = None) -> bool:
-        """Whether something of that round, or download, is being sent, or waits to be; to anybody or to one peer."""
+    def sends(self, number: bytes, kind: Kind | None = None, to: PeerId | None = None) -> bool:
+        """Whether something of that round, or download, is being sent, or waits to be: all of it, or less."""
         with self._lock:
             outlets = [outlet for peer, outlet in self._outlets.items() if to in (None, peer)]
-        return any(outlet.sends(number) for outlet in outlets)
+        return any(outlet.sends(number, kind) for outlet in outlets)
 
     def _outlet(self, peer: PeerId) -> Outlet | None:
         """The way to ``peer``; None when all is closed."""

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import follow_line, pieces, wake, write
+from lightning_hivemind.engine.native.wire.connection import Follower, pieces, wake, write
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
@@ -74,23 +74,23 @@ class Outlet:
         first = self.reach.sock
         return [*self._lanes.connections, *([first] if first is not None else [])]
 
-    def sends(self, number: bytes) -> bool:
-        """Whether something long of that round, or download, is being sent, or waits to be."""
+    def sends(self, number: bytes, kind: Kind | None = None) -> bool:
+        """Whether something long of that round, or download, is being sent, or waits to be; all, or of one kind."""
         with self._changed:
-            return any(header is not None and header.round == number for header in self._unsent)
+            return any(header is not None and _is_of(header, number, kind) for header in self._unsent)
 
-    def forget(self, number: bytes) -> bool:
-        """That round, or download, is over: what is long of it need not be sent any more.
+    def forget(self, number: bytes, kind: Kind | None = None) -> bool:
+        """That round, or download, is over: what is long of it, or of one kind, need not be sent any more.
 
         Returns whether something of it is being sent at this moment.
         """
         with self._changed:
             for queue in (self._chunks, self._ranges):
-                kept = [frame for frame in queue if frame[0].round != number]
-                self._unsent.difference_update(header for header, _ in queue if header.round == number)
+                kept = [frame for frame in queue if not _is_of(frame[0], number, kind)]
+                self._unsent.difference_update(header for header, _ in queue if _is_of(header, number, kind))
                 queue.clear()
                 queue.extend(kept)
-        return self.sends(number)
+        return self.sends(number, kind)
 
     def close(self) -> None:
         self.reach.close()
@@ -121,15 +121,15 @@ class Outlet:
     def _pump(self, sock: socket.socket) -> None:
         """Send until the connection breaks, or there is a better way than the one it was made by."""
         header: Header | None = None
+        line = Follower(sock)
         try:
             while not self.reach.closed and not self.reach.improved:
                 header, payload = self._next(header)
-                most = PIECE_BYTES
                 if header in self._unsent:
-                    most = follow_line(sock)
+                    line.look()
                     self._lanes.open_more(sock)
                 waits = self._queue_of(header) is not self._urgent
-                for piece in pieces(header, payload, most):
+                for piece in pieces(header, payload, line.piece_bytes):
                     while waits and (message := self._message()) is not None:
                         write(sock, *message)
                     write(sock, *piece)
@@ -193,3 +193,7 @@ class Outlet:
     def _sent(self, header: Header | None) -> None:
         with self._changed:
             self._unsent.discard(header)
+
+
+def _is_of(header: Header, number: bytes, kind: Kind | None) -> bool:
+    return header.round == number and kind in (None, header.kind)
