@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hivemind.engine.native.carrying import carrier as carrier_module
 from lightning_hivemind.engine.native.carrying.carrier import IDLE_S, MOST_PARCELS, Carrier
 from lightning_hivemind.engine.native.carrying.line import ROUNDS, Line
 from lightning_hivemind.engine.native.carrying.papers import (
@@ -280,7 +281,10 @@ def test_each_slow_peer_has_its_own_order_of_carriers() -> None:
     assert len(firsts) > 3
 
 
-def test_no_more_than_a_few_are_taken_at_a_time_and_those_that_stand_still_make_room() -> None:
+def test_no_more_than_a_few_are_taken_at_a_time_and_those_that_stand_still_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(carrier_module, "PARCELS_BYTES", 40 * MOST_PARCELS)
     pair = Pair()
     for number in range(MOST_PARCELS):
         pair.carrier.offered(f"s{number}", bytes([number]) * 16, Offered(8, 3), now=float(number))

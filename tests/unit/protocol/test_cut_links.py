@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hivemind.engine.native.protocol.lineage import Contribution
+from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of
-from lightning_hivemind.engine.native.protocol.roster import Place
+from lightning_hivemind.engine.native.protocol.roster import RECEIVES_SLOWLY, Place, Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.network import HostileNetwork
 from lightning_hivemind.simulation.trainer import Habits
@@ -132,3 +132,15 @@ def test_chunks_are_given_to_those_to_whom_all_members_have_connections() -> Non
         "d": Offer(**given, bandwidth=4.0, reduces=False),
     }
     assert reducers_of(offers) == {"c": 3.0}
+
+
+def test_who_reaches_all_leads_over_a_slow_line_and_among_equals_a_quick_one_does() -> None:
+    settings = Settings(run="run", target_samples=16, chunks=1)
+    head = Head.root("run", "a")
+    for slow_cuts, quick_cuts, leader in ((0, 1, "slow"), (0, 0, "quick"), (1, 1, "quick")):
+        roster = Roster(settings, "client", reduces=False)
+        slow = Place(head=head, samples=0, stamp=1.0, cuts=slow_cuts + RECEIVES_SLOWLY)
+        roster.record("slow", slow, 0.0, outdated=False)
+        roster.record("quick", Place(head=head, samples=0, stamp=1.0, cuts=quick_cuts), 0.0, outdated=False)
+        assert roster.candidate(head) == leader
+        assert roster.quick() == ["quick"]

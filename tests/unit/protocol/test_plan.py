@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
-from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan, share_chunks, shares
+from lightning_hivemind.engine.native.protocol.plan import (
+    Offer,
+    Plan,
+    make_plan,
+    reducers_of,
+    share_chunks,
+    shares,
+    slow_lines,
+)
 
 PEERS = [f"p{number}" for number in range(6)]
 BANDWIDTHS = st.dictionaries(st.sampled_from(PEERS), st.floats(0.01, 1e9), min_size=1)
@@ -94,3 +103,38 @@ def test_a_plan_names_a_peer_only_with_what_it_offers_now() -> None:
     assert not plan({}, 1, PEERS).names("p1", Offer(contribution=earlier))
     assert not plan({}, 1, PEERS).names("stranger", Offer(contribution=None))
     assert not plan({}, 1, PEERS).names("p1", None)
+
+
+def test_who_receives_slowly_reduces_nothing_where_others_can() -> None:
+    offer = Offer(contribution=None)
+    quick, slow = replace(offer, slow_to=("c",)), replace(offer, trails=True)
+    assert set(reducers_of({"a": quick, "b": quick, "c": offer, "d": offer})) == {"a", "b", "d"}, "most say so"
+    assert set(reducers_of({"a": quick, "b": offer, "c": offer, "d": offer})) == {*"abcd"}, "one says so"
+    assert set(reducers_of({"a": quick, "c": offer})) == {"a"}, "of two, the other one says so"
+    assert set(reducers_of({"a": offer, "b": offer, "c": slow})) == {"a", "b"}, "it has found so itself"
+    assert set(reducers_of({"a": slow, "b": slow})) == {"a", "b"}, "somebody has to"
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "slow"),
+    [
+        ({"a": 50.0, "b": 50.0, "c": 1.0}, ["c"]),
+        ({"a": 50.0, "b": 50.0, "c": 20.0}, []),
+        ({"a": 50.0, "c": 1.0}, ["c"]),
+        ({"a": 50.0, "c": 30.0}, []),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, []),
+        ({"a": 1.0}, []),
+        ({"a": 50.0, "b": 1.0, "c": 1.0, "d": 1.0}, ["b", "c", "d"]),
+    ],
+    ids=str,
+)
+def test_a_line_is_slow_if_the_others_would_wait_for_what_it_sends(
+    bandwidths: dict[str, float], slow: list[str]
+) -> None:
+    """In the last case steps are made as gradients come."""
+    assert slow_lines(bandwidths, bandwidths.keys()) == slow
+
+
+def test_who_can_only_give_has_a_slow_line_too() -> None:
+    assert slow_lines({"a": 50.0, "b": 50.0, "client": 1.0}, ["a", "b"]) == ["client"]
+    assert slow_lines({"one client": 1.0, "another": 50.0}, []) == []

@@ -6,9 +6,11 @@ from functools import partial
 
 import pytest
 
-from lightning_hivemind.engine.native.protocol.actions import Apply, Arrived
-from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Message, Missing
-from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
+from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Arrived
+from lightning_hivemind.engine.native.protocol.coordinator import Coordinator
+from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
+from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Done, Message, Missing
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.trailing import MOST, REMEMBERED
 from swarm import table as table_module
@@ -212,3 +214,27 @@ def test_a_member_that_is_late_everywhere_is_not_more_than_half_of_a_round() -> 
     table.train(**SAMPLES)
     table.wait(4.0)
     assert not table.applied[FIRST]
+
+
+def test_where_only_those_are_left_that_nobody_waits_for_they_go_on() -> None:
+    """The one that was waited for is lost: there is nobody yet who has all results."""
+    sent: list[Action] = []
+    contributions = [Contribution(peer=name, number=1, samples=16) for name in "ab"]
+    plan = make_plan(
+        b"r" * 16,
+        Head.root("run", "a"),
+        "a",
+        members="ab",
+        contributions=contributions,
+        bandwidths={"a": 1.0, "b": 1.0},
+        chunks=3,
+        trailing="a",
+        stop=False,
+    )
+    coordinator = Coordinator(SETTINGS, "a", plan, sent.append, 0.0)
+    coordinator.lost("b", "connection lost")
+    assert not coordinator.ended
+    assert coordinator.plan.members == ("a",)
+    coordinator.done("a", Done(round=plan.round, version=1, digest=b"d"), 1.0)
+    assert coordinator.commit is not None
+    assert coordinator.commit.contributions == (contributions[0],)

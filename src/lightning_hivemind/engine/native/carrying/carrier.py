@@ -24,8 +24,8 @@ from lightning_hivemind.errors import WireError
 
 log = logging.getLogger("lightning_hivemind")
 
-#: parcels that are taken at a time: each needs as much memory as a gradient
-MOST_PARCELS = 4
+#: parcels that are taken at a time: so many, or as many as fit into this memory (each needs as much as a gradient)
+MOST_PARCELS, PARCELS_BYTES = 4, 1 << 30
 #: a parcel of which nothing has come for so long makes room for another one
 IDLE_S = 10.0
 
@@ -49,6 +49,7 @@ class Carrier:
     ) -> None:
         self._links, self._training, self._layout, self._codecs = links, training, layout, codecs
         self._memory = memory
+        self._most = max(MOST_PARCELS, PARCELS_BYTES // max(1, 4 * layout.elements))
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
         self._coming: dict[PeerId, _Coming] = {}
@@ -124,7 +125,7 @@ class Carrier:
         self._drop(peer)  # it has given that up
         for other in [one for one, coming in self._coming.items() if now - coming.moved_at > IDLE_S]:
             self._drop(other)
-        return len(self._coming) < MOST_PARCELS
+        return len(self._coming) < self._most
 
     def _drop(self, peer: PeerId) -> None:
         with self._lock:
