@@ -16,6 +16,8 @@ from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
 from lightning_hivemind.engine.native.wire.sink import Payload
 
+#: bytes of chunks for one of a state: who takes a state must keep up with the rounds meanwhile, or take another one
+CHUNKS_SHARE = 3
 #: a connection on which nothing is to be sent says so often that it lives
 PING_S = 0.5
 
@@ -41,7 +43,7 @@ class Outlet:
         self._urgent: deque[Frame] = deque()
         self._chunks: deque[Frame] = deque()
         self._ranges: deque[Frame] = deque()
-        #: bytes of chunks that were sent while ranges waited, less those of ranges while chunks did
+        #: bytes of chunks that were sent while ranges waited, less what chunks may send for those of ranges
         self._ahead = 0
         #: of chunks and ranges that wait or are being sent
         self._unsent: set[Header | None] = set()
@@ -175,7 +177,7 @@ class Outlet:
             self._ahead = 0
             return self._chunks or self._ranges
         queue = self._ranges if self._ahead > 0 else self._chunks
-        self._ahead += queue[0][0].length if queue is self._chunks else -queue[0][0].length
+        self._ahead += queue[0][0].length if queue is self._chunks else -CHUNKS_SHARE * queue[0][0].length
         return queue
 
     def _queue_of(self, header: Header) -> deque[Frame]:
