@@ -53,8 +53,14 @@ def test_who_sends_slowly_hands_its_gradient_to_another_one(swarm: Swarm) -> Non
         assert not [one for one in slow.said("EpochCommitted") if one["epoch"] in epochs and one["samples"]]
         given = sum(one["samples"] for peer in quick for one in peer.said("EpochCommitted") if one["epoch"] in epochs)
         own = sum(len(commit.indices) for peer in quick for epoch, commit in peer.commits.items() if epoch in epochs)
-        taken = sum(one["samples"] for one in handed)
-        assert 0.5 * taken < given - own <= taken, "what it handed over is in steps, and once"
+        slow.wait_until(
+            lambda: len(slow.said("GradientHandedOver")) >= len(handed) + 2,
+            timeout_s=60,
+            what="it has told of all these",
+        )
+        told = sum(one["samples"] for one in handed)
+        told_since = sum(one["samples"] for one in slow.said("GradientHandedOver"))
+        assert 0.5 * told < given - own <= told_since, "what it handed over is in steps, and once"
         assert not [one for peer in quick for one in peer.said("RoundMissed")]
 
 
