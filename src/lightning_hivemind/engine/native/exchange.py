@@ -221,7 +221,9 @@ class Exchange:
         """
         with self._lock:
             self._ended = True
-            return self.result.clone() if sending or self._lent else self.result
+            if not sending and not self._lent:
+                return self.result
+        return self._memory.floats(self._layout.elements).copy_(self.result)
 
     def left_out(self, commit: Commit, *, complete: bool) -> Tensor | None:
         """What is to be added to what this peer gives next, once the round has ended in ``commit``.
