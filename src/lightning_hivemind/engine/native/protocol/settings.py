@@ -36,7 +36,7 @@ class Settings:
     detect_s: float = 2.0
     round_s: float = 30.0
     late_s: float = 0.25
-    patience_s: float = 1.25
+    patience_s: float = 2.5
     resend_s: float = 0.5
     probe_s: float = 15.0
     lives_s: float = 30.0
