@@ -326,9 +326,11 @@ class SimulatedPeer:
     def _fetch(self, commit: Commit) -> None:
         if not self.alive or not self._averages or self._averages[0] != (commit, False):
             return
-        alone = all(here is not False for one, here in self._averages if one != commit)
-        if alone and any(self.world.connected(self, one) and commit in one.applied for one in self.world.others(self)):
-            self._averages[0] = (commit, True)
+        donors = [one for one in self.world.others(self) if self.world.connected(self, one) and commit in one.applied]
+        if donors:  # a state brings all that it has at once
+            known = {one for donor in donors for one in donor.applied}
+            for place, (one, here) in enumerate(self._averages):
+                self._averages[place] = one, True if here is False and one in known else here
             self._step()
             self.carry_out()
         else:
