@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -336,10 +337,8 @@ def test_papers_are_read_as_they_were_written(samples: int, epoch: int, missing:
 @given(st.binary(max_size=40))
 def test_what_is_no_paper_is_refused(data: bytes) -> None:
     for read in (read_offer, lambda one: read_receipt(one, LAYOUT)):
-        try:
-            read(data)
-        except WireError:
-            continue
+        with contextlib.suppress(WireError):
+            assert isinstance(read(data), (Offered, Receipt))
 
 
 @pytest.mark.parametrize(

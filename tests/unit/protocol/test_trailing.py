@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeVar
 
 import pytest
 
@@ -10,7 +11,7 @@ from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Arr
 from lightning_hivemind.engine.native.protocol.coordinator import Coordinator
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Done, Message, Missing
-from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan
+from lightning_hivemind.engine.native.protocol.plan import Offer, make_plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.trailing import MOST, REMEMBERED
 from swarm import table as table_module
@@ -18,6 +19,7 @@ from swarm.table import Data, Table, by_rank
 
 SETTINGS = Settings(run="run", target_samples=16, chunks=3)
 FIRST, SECOND, THIRD = by_rank(["a", "b", "c"], "run")
+Spoken = TypeVar("Spoken")
 SAMPLES = {"a": 8, "b": 8, "c": 8}
 
 
@@ -37,14 +39,14 @@ def seen(table: Table, name: str, kind: type) -> list[object]:
     return [action for who, action in table.done if who == name and isinstance(action, kind)]
 
 
-def plans(table: Table, name: str) -> list[Plan]:
-    """All that ``name`` sends from now on."""
-    found: list[Plan] = []
+def spoken(table: Table, kind: type[Spoken]) -> list[tuple[str, Spoken]]:
+    """Who says a message of this kind from now on, and what."""
+    found: list[tuple[str, Spoken]] = []
     hold = table.hold
 
     def watch(sender: str, to: str, what: Message | Data) -> bool:
-        if sender == name and isinstance(what, Begin):
-            found.append(what.plan)
+        if isinstance(what, kind):
+            found.append((sender, what))
         return hold(sender, to, what)
 
     table.hold = watch
@@ -74,12 +76,13 @@ def test_who_was_late_once_is_not_waited_for_in_the_rounds_that_follow_and_then_
     table.train(**SAMPLES)
     table.wait(SETTINGS.patience_s + 0.1)
     table.hold = lambda *_: False
-    found = [plans(table, name) for name in "abc"]
+    found = spoken(table, Begin)
     for number in range(REMEMBERED + 1):
         table.train(**SAMPLES)
         table.flow()
         assert len(table.applied[FIRST]) == number + 2, "at once"
-    rounds = sorted({plan.round: plan for some in found for plan in some}.values(), key=lambda plan: plan.parent.epoch)
+    plans = {said.plan.round: said.plan for _, said in found}
+    rounds = sorted(plans.values(), key=lambda plan: plan.parent.epoch)
     assert [plan.trailing for plan in rounds] == [(THIRD,)] * REMEMBERED + [()]
     assert THIRD not in {plan.coordinator for plan in rounds[:REMEMBERED]}, "it would hold up all"
 
@@ -90,18 +93,11 @@ def test_who_is_further_behind_comes_to_no_other_round_until_it_has_caught_up() 
         table.train(**SAMPLES)
         table.wait(SETTINGS.patience_s + 0.1)
         assert len(table.applied[FIRST]) == number + 1
-    declined: list[str] = []
-    hold = table.hold
-
-    def watch(sender: str, to: str, what: Message | Data) -> bool:
-        declined.extend([sender] if isinstance(what, Decline) else [])
-        return hold(sender, to, what)
-
-    table.hold = watch
+    declined = spoken(table, Decline)
     table.train(**SAMPLES)
     table.flow()
     assert len(table.applied[FIRST]) == MOST + 1, "nobody waits for it"
-    assert set(declined) == {THIRD}
+    assert {sender for sender, _ in declined} == {THIRD}
     assert THIRD not in {one.peer for one in table.applied[FIRST][-1].contributions}
 
 
@@ -164,19 +160,12 @@ def test_the_others_wait_as_long_again_as_the_quick_ones_took() -> None:
 def test_nobody_leads_a_round_for_which_it_would_have_to_be_waited_for() -> None:
     """A peer with two rounds to come calls none itself either."""
     table = slow_to_receive(THIRD)
-    called: list[str] = []
-    hold = table.hold
-
-    def watch(sender: str, to: str, what: Message | Data) -> bool:
-        called.extend([sender] if isinstance(what, Call) else [])
-        return hold(sender, to, what)
-
-    table.hold = watch
+    called = spoken(table, Call)
     for _ in range(6):
         table.train(**SAMPLES)
         table.wait(SETTINGS.patience_s + 0.1)
     assert len(table.applied[FIRST]) == 6
-    assert THIRD not in called[2:]
+    assert THIRD not in {sender for sender, _ in called[2:]}
 
 
 @pytest.mark.parametrize("word", ["stop", "last"])
@@ -201,10 +190,10 @@ def test_who_holds_up_the_others_a_little_in_every_round_is_not_waited_for_eithe
     table.release()
     assert len(table.applied[FIRST]) == 1
     assert not seen(table, THIRD, Arrived)
-    found = [plans(table, name) for name in "abc"]
+    found = spoken(table, Begin)
     table.train(**SAMPLES)
     table.flow()
-    assert {plan.trailing for some in found for plan in some} == {(THIRD,) if trails else ()}
+    assert {said.plan.trailing for _, said in found} == {(THIRD,) if trails else ()}
 
 
 def test_a_member_that_is_late_everywhere_is_not_more_than_half_of_a_round() -> None:

@@ -107,10 +107,7 @@ class Chunks:
         if action.to == self._me:
             exchange.keep_own(action.chunk)
             return True
-        data = exchange.input(action.chunk)
-        check = checksum(data) if self._links.in_the_clear else 0
-        header = Header(kind=Kind.INPUT, round=action.round, chunk=action.chunk, length=len(data), checksum=check)
-        self._links.send(action.to, header, (data,))
+        send_values(self._links, action.to, Kind.INPUT, action.round, action.chunk, exchange.input(action.chunk))
         return False
 
     def send_result(self, action: SendResult) -> bytes | None:
@@ -131,6 +128,12 @@ class Chunks:
             if peer != self._me:
                 self._links.send(peer, header, (data,))
         return digest_of(check) if self._me in action.to else None
+
+
+def send_values(links: Links, to: PeerId, kind: Kind, number: bytes, chunk: int, data: memoryview) -> None:
+    """Send a peer's values of a chunk, encoded; of the round, or the parcel, with this number."""
+    check = checksum(data) if links.in_the_clear else 0
+    links.send(to, Header(kind=kind, round=number, chunk=chunk, length=len(data), checksum=check), (data,))
 
 
 def digest_of(check: int) -> bytes:

@@ -157,7 +157,7 @@ class Driver:
                 if header.length > MAX_QUESTION_BYTES:
                     raise WireError(f"a question of {header.length} bytes; at most {MAX_QUESTION_BYTES} are taken")
                 return memoryview(bytearray(header.length))
-            case Kind.OFFERED | Kind.PARCEL | Kind.RECEIPT if self._carrying is not None:
+            case kind if kind in KINDS and self._carrying is not None:
                 return self._carrying.room(peer, header)
             case Kind.STATE if self._downloads is not None:
                 return self._downloads.room(peer, header)

@@ -55,7 +55,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
         #: of inputs that may come before the plan: there is one encoded gradient in all, shared out among the owners
-        self._early_bytes = sum(codec.size_bytes(layout.size(chunk)) for chunk, codec in enumerate(codecs))
+        self._early_bytes = encoded_bytes(layout, codecs)
         self._reduced: dict[int, tuple[memoryview, int]] = {}
         #: places in ``result`` that connections were given, and are not known to have done with; chunks of it that
         #: one was given, or that are there
@@ -121,7 +121,7 @@ class Exchange:
         Raises:
             WireError: there can be no such input.
         """
-        self._check(chunk, length)
+        check_length(self._layout, self._codecs, chunk, length)
         plan = self._plan
         if (chunk, peer) in self._inputs:
             return None  # sent again though it was here
@@ -187,7 +187,7 @@ class Exchange:
         Raises:
             WireError: there can be no such result.
         """
-        self._check(chunk, length)
+        check_length(self._layout, self._codecs, chunk, length)
         with self._lock:
             plan = self._plan
             if self._ended or (plan is not None and not plan.wants(chunk, version, peer)):
@@ -241,12 +241,19 @@ class Exchange:
                 rest[self._layout.span(chunk)].add_(unsaid, alpha=commit.samples)
         return rest
 
-    def _check(self, chunk: int, length: int) -> None:
-        if chunk >= self._layout.chunks:
-            raise WireError(f"chunk {chunk} of a model that has {self._layout.chunks}")
-        expected = self._codecs[chunk].size_bytes(self._layout.size(chunk))
-        if length != expected:
-            raise WireError(f"{length} bytes for chunk {chunk}, which has {expected}: another model or codec")
+
+def encoded_bytes(layout: Layout, codecs: Sequence[ChunkCodec]) -> int:
+    """Of a whole vector."""
+    return sum(codec.size_bytes(layout.size(chunk)) for chunk, codec in enumerate(codecs))
+
+
+def check_length(layout: Layout, codecs: Sequence[ChunkCodec], chunk: int, length: int) -> None:
+    """Raises WireError if no chunk with this number has so many bytes, encoded."""
+    if chunk >= layout.chunks:
+        raise WireError(f"chunk {chunk} of a model that has {layout.chunks}")
+    expected = codecs[chunk].size_bytes(layout.size(chunk))
+    if length != expected:
+        raise WireError(f"{length} bytes for chunk {chunk}, which has {expected}: another model or codec")
 
 
 def _is_at(data: memoryview, values_N: Tensor) -> bool:

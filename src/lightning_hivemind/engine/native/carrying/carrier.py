@@ -13,14 +13,13 @@ from torch import Tensor
 from lightning_hivemind.engine.native.carrying.papers import TOKEN_BYTES, Offered, Receipt, write_receipt
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.codecs.base import memory_of
-from lightning_hivemind.engine.native.exchange import finite
+from lightning_hivemind.engine.native.exchange import check_length, finite
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import PeerId
 from lightning_hivemind.engine.native.seam import Parcel, Training
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
-from lightning_hivemind.errors import WireError
 
 log = logging.getLogger("lightning_hivemind")
 
@@ -77,11 +76,7 @@ class Carrier:
 
     def room(self, peer: PeerId, header: Header) -> memoryview | None:
         """Where a chunk of a parcel is to be put; None if it is not wanted. Raises WireError: no such chunk."""
-        if header.chunk >= self._layout.chunks:
-            raise WireError(f"chunk {header.chunk} of a model that has {self._layout.chunks}")
-        expected = self._codecs[header.chunk].size_bytes(self._layout.size(header.chunk))
-        if header.length != expected:
-            raise WireError(f"{header.length} bytes for chunk {header.chunk}, which has {expected}")
+        check_length(self._layout, self._codecs, header.chunk, header.length)
         with self._lock:
             coming = self._coming.get(peer)
             wanted = coming is not None and coming.number == header.round and header.chunk not in coming.here

@@ -5,19 +5,19 @@ A gradient is handed over once: if it is not known whether the other one has it,
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.carrying.papers import Offered, Receipt, write_offer
+from lightning_hivemind.engine.native.chunks import send_values
 from lightning_hivemind.engine.native.codecs import ChunkCodec
+from lightning_hivemind.engine.native.exchange import encoded_bytes
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.protocol.lineage import PeerId
+from lightning_hivemind.engine.native.protocol.lineage import PeerId, rank
 from lightning_hivemind.engine.native.seam import Outcome, Parcel, Training
-from lightning_hivemind.engine.native.wire.checksum import checksum
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 
@@ -59,7 +59,7 @@ class Sender:
     ) -> None:
         self._links, self._training, self._me, self._layout = links, training, me, layout
         self._codecs, self._memory = codecs, memory
-        self._size_bytes = sum(one.size_bytes(layout.size(chunk)) for chunk, one in enumerate(codecs))
+        self._size_bytes = encoded_bytes(layout, codecs)
         self._under_way: _UnderWay | None = None
         self._refused: dict[PeerId, float] = {}
 
@@ -77,7 +77,7 @@ class Sender:
         """Those of these peers that can be asked, in this peer's own order: so each slow one has another."""
         self._refused = {peer: at for peer, at in self._refused.items() if now - at < REFUSED_S}
         found = [peer for peer in peers if peer not in self._refused]
-        return sorted(found, key=lambda peer: hashlib.sha256(f"{self._me} {peer}".encode()).digest())
+        return sorted(found, key=lambda peer: rank(self._me, 0, peer))
 
     def look(self, carriers: Sequence[PeerId], now: float) -> None:
         """Begin, if there is something to hand over and somebody who may take it; ask how far it is."""
@@ -110,7 +110,8 @@ class Sender:
         one.token = receipt.token
         if receipt.refused:
             log.debug("peer %s does not carry this peer's gradient: %s", peer, receipt.refused)
-            self._refused[peer] = now if not receipt.too_old else now - REFUSED_S
+            if not receipt.too_old:
+                self._refused[peer] = now
             self._end(one, Outcome.TOO_OLD if receipt.too_old else Outcome.BACK, now)
         elif not receipt.missing:
             self._end(one, Outcome.TAKEN, now)
@@ -135,9 +136,7 @@ class Sender:
         one.sent = True
         for chunk in chunks:
             data = self._codecs[chunk].encode(one.parcel.values[self._layout.span(chunk)], self._memory)
-            check = checksum(data) if self._links.in_the_clear else 0
-            header = Header(kind=Kind.PARCEL, round=one.number, chunk=chunk, length=len(data), checksum=check)
-            self._links.send(one.to, header, (data,))
+            send_values(self._links, one.to, Kind.PARCEL, one.number, chunk, data)
 
     def _end(self, one: _UnderWay, outcome: Outcome, now: float) -> None:
         self._under_way = None

@@ -34,8 +34,7 @@ Reader = Callable[[Any], Any]
 
 def encode(message: messages.Message) -> bytes:
     """A tag and the fields in order, nested messages likewise."""
-    packed: bytes = msgpack.packb([_TAGS[type(message)], *_plain(message)], use_bin_type=True)
-    return packed
+    return _pack([_TAGS[type(message)], *_plain(message)])
 
 
 def decode(data: bytes | memoryview) -> messages.Message:
@@ -46,16 +45,38 @@ def decode(data: bytes | memoryview) -> messages.Message:
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+    message: messages.Message = _unpack(data, _read_message, "message")
+    return message
+
+
+def _read_message(values: Any) -> Any:
+    if not isinstance(values, list) or not values or type(values[0]) is not int:
+        raise ValueError("no tag")
+    if not 0 <= values[0] < len(_KINDS):
+        raise ValueError(f"unknown tag {values[0]}")
+    return _reader(_KINDS[values[0]])(values[1:])
+
+
+def write(value: Any) -> bytes:
+    """A dataclass of plain values that is no message of the protocol: its fields in order."""
+    return _pack(_plain(value))
+
+
+def read(kind: Any, data: bytes | memoryview) -> Any:
+    """The ``kind`` of which :func:`write` made these bytes. Raises WireError for any others."""
+    return _unpack(data, _reader(kind), kind.__name__)
+
+
+def _unpack(data: bytes | memoryview, reader: Reader, what: str) -> Any:
     try:
-        values = msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True, max_ext_len=0)
-        if not isinstance(values, list) or not values or type(values[0]) is not int:
-            raise ValueError("no tag")
-        if not 0 <= values[0] < len(_KINDS):
-            raise ValueError(f"unknown tag {values[0]}")
-        message: messages.Message = _reader(_KINDS[values[0]])(values[1:])
-        return message
+        return reader(msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True, max_ext_len=0))
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"{len(data)} bytes that are no message: {error}") from error
+        raise WireError(f"{len(data)} bytes that are no {what}: {error}") from error
+
+
+def _pack(values: Any) -> bytes:
+    packed: bytes = msgpack.packb(values, use_bin_type=True)
+    return packed
 
 
 def _plain(value: Any) -> Any:

@@ -297,15 +297,12 @@ class Links:
         best = max(rates.values(), default=0.0)
         return tuple(sorted(peer for peer, rate in rates.items() if 4 * rate < best))
 
-    def forget(self, number: bytes, kind: Kind | None = None) -> bool:
-        """That round, or download, is over: what still waits of it, or of one kind, is not sent any more.
-
-        Returns whether something of it is being sent at this moment.
-        """
+    def forget(self, number: bytes, kind: Kind | None = None) -> None:
+        """That round, or download, is over: what still waits of it, or of one kind, is not sent any more."""
         with self._lock:
             outlets = list(self._outlets.values())
-        still = [outlet.forget(number, kind) for outlet in outlets]
-        return any(still)
+        for outlet in outlets:
+            outlet.forget(number, kind)
 
     def sends(self, number: bytes, kind: Kind | None = None, to: PeerId | None = None) -> bool:
         """Whether something of that round, or download, is being sent, or waits to be: all of it, or less."""

@@ -81,18 +81,14 @@ class Outlet:
         with self._changed:
             return any(header is not None and _is_of(header, number, kind) for header in self._unsent)
 
-    def forget(self, number: bytes, kind: Kind | None = None) -> bool:
-        """That round, or download, is over: what is long of it, or of one kind, need not be sent any more.
-
-        Returns whether something of it is being sent at this moment.
-        """
+    def forget(self, number: bytes, kind: Kind | None = None) -> None:
+        """That round, or download, is over: what is long of it, or of one kind, need not be sent any more."""
         with self._changed:
             for queue in (self._chunks, self._ranges):
                 kept = [frame for frame in queue if not _is_of(frame[0], number, kind)]
                 self._unsent.difference_update(header for header, _ in queue if _is_of(header, number, kind))
                 queue.clear()
                 queue.extend(kept)
-        return self.sends(number, kind)
 
     def close(self) -> None:
         self.reach.close()
