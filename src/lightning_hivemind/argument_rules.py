@@ -187,6 +187,15 @@ def _auxiliary(values: Values) -> None:
     for name in ("delay_grad_averaging", "delay_optimizer_step", "delay_state_averaging"):
         if values[name]:
             raise refusal(name, True, "an auxiliary peer (auxiliary=True) has no training to overlap", fix)
+    for name in ("offload_optimizer", "scheduler_fn"):
+        if values[name]:
+            raise refusal(name, values[name], "an auxiliary peer (auxiliary=True) makes no optimizer step", fix)
+    if values["max_staleness"] != 1:
+        wrong = "an auxiliary peer (auxiliary=True) has no gradients that could be late"
+        raise refusal("max_staleness", values["max_staleness"], wrong, fix)
+    if values["engine"] == "native" and values["average_state_every"] != 1:
+        wrong = "an auxiliary peer (auxiliary=True) has no state to compare"
+        raise refusal("average_state_every", values["average_state_every"], wrong, fix)
 
 
 def _timeouts(values: Values) -> None:

@@ -264,6 +264,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"auxiliary": True, "batch_size": 4}, "batch_size=4: an auxiliary peer (auxiliary=True) has no batches; leave it"),
     ({"auxiliary": True, "reuse_grad_buffers": True}, "leave it away on this peer"),
     ({"auxiliary": True, "delay_state_averaging": True}, "leave it away on this peer"),
+    ({"auxiliary": True, "offload_optimizer": True}, "makes no optimizer step; leave it away on this peer"),
+    ({"auxiliary": True, "scheduler_fn": ExponentialLR}, "makes no optimizer step; leave it away on this peer"),
+    ({"auxiliary": True, "max_staleness": 2}, "max_staleness=2: an auxiliary peer (auxiliary=True) has no gradients"),
+    ({"auxiliary": True, "average_state_every": 2}, "has no state to compare; leave it away on this peer"),
     # time
     ({"averaging_timeout": 5.0}, "raise averaging_timeout, to 30 say, or lower matchmaking_time"),
     ({"allreduce_timeout": 31.0}, "lower it, or raise averaging_timeout"),

@@ -365,6 +365,19 @@ def test_who_fetches_a_state_reduces_only_where_nobody_else_can(desk: Desk) -> N
     assert shares(reducers_of(clients), 3)["me"] > 0.0
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_who_joined_reduces_only_where_nobody_else_can_until_its_first_batch_is_done(trains: bool) -> None:
+    """It is the longest: the gradients' memory is fresh. (Who does not train has no batch.)"""
+    desk = Desk(gives=trains)
+    desk.handover.owe()
+    assert desk.handover.settle(desk.tip)
+    desk.pace.begin_batch(1.0)
+    assert (desk.handover.give().offer.bandwidth < 1.0) is trains
+    desk.handover.returned("nobody came", begun=False)
+    desk.pace.end_batch(2.0)
+    assert desk.handover.give().offer.bandwidth == 1.0
+
+
 def test_who_does_not_train_gives_nothing() -> None:
     desk = Desk(gives=False)
     desk.add(8)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_hivemind.engine.native.memory import Memory, populate
-from lightning_hivemind.engine.native.state.room import MOST_RESERVED, StateMemory
+from lightning_hivemind.engine.native.state.room import MOST_RESERVED, SPARES, StateMemory
 from swarm.town import wait_for
 
 SIZE = 32 << 20
@@ -69,25 +69,38 @@ def test_a_state_that_is_larger_than_thought_has_memory_of_its_own() -> None:
     assert memory.take(100).numel() == 100
 
 
-@pytest.mark.parametrize(("size", "is_used"), [(0, False), (99_999, False), (100_000, True), (900_000, True)])
-def test_what_a_state_came_in_is_memory_for_an_average(size: int, is_used: bool) -> None:
+@pytest.mark.parametrize(("size", "pieces"), [(0, 0), (99_999, 0), (100_000, 1), (199_999, 1), (200_000, SPARES)])
+def test_what_a_state_came_in_is_memory_for_a_sum_and_an_average(size: int, pieces: int) -> None:
     spares = Memory(kept_bytes=300_000)
     memory = StateMemory(spares, 100_000)
     memory.give_back(memory.take(size))
-    assert spares._free_bytes == 100_000 * is_used
+    assert spares._free_bytes == 100_000 * pieces
     first, second = spares.bytes(100_000), spares.bytes(100_000)
     first.fill_(1)
     second.fill_(2)
     assert (first.unique().tolist(), second.unique().tolist()) == ([1], [2])
 
 
+def test_a_state_that_is_smaller_than_a_sum_was_prepared_for_both() -> None:
+    spares = Memory(kept_bytes=300_000)
+    memory = StateMemory(spares, 100_000)
+    memory.prepare(99_800)  # a sum has marks behind its values
+    state = memory.take(99_800)
+    place = state.data_ptr()
+    memory.give_back(state)
+    del state
+    assert {spares.bytes(100_000).data_ptr()} <= {place, place + 100_000}
+    assert spares._free_bytes == 100_000 * SPARES
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the system")
-def test_of_a_state_that_is_not_used_any_more_no_more_is_kept() -> None:
-    spares = Memory(kept_bytes=SIZE)
+@pytest.mark.parametrize("pieces", [1, SPARES])
+def test_of_a_state_that_is_not_used_any_more_no_more_is_kept(pieces: int) -> None:
+    spares = Memory(kept_bytes=pieces * SIZE)
     state = torch.frombuffer(mmap.mmap(-1, 4 * SIZE, mmap.MAP_PRIVATE), dtype=torch.uint8).fill_(1)
-    spares.give(state, SIZE)
-    assert state[:SIZE].min() == 1
-    assert state[SIZE + mmap.PAGESIZE :].max() == 0, "it has gone back"
+    spares.give(state, SIZE, pieces)
+    assert state[: pieces * SIZE].min() == 1
+    assert state[pieces * SIZE + mmap.PAGESIZE :].max() == 0, "it has gone back"
 
 
 def test_what_was_not_needed_is_given_back() -> None:

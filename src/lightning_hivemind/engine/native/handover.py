@@ -27,8 +27,9 @@ from lightning_hivemind.errors import SwarmError
 #: memory for averages that wait for the training thread; more of them wait on disk
 WAITING_BYTES = 1 << 30
 MOST_WAITING = 64
-#: of its line, that a peer offers for reducing while it fetches a state: it reduces where nobody else can
-WHILE_FETCHING = 1e-6
+#: of its line, that a peer offers for reducing before its first batch is done, and while it fetches a state: it reduces
+#: where nobody else can
+HARDLY = 1e-6
 #: a peer that is further behind takes a whole state
 MOST_ON_DISK = 1000
 #: of this peer's own, with a state after each
@@ -113,7 +114,7 @@ class Handover:
             self._join(self._began)
         found = self._gradients.give() if self.gives else None
         contribution, values = found if found is not None else (None, None)
-        spare = WHILE_FETCHING if self.owes else 1.0
+        spare = HARDLY if self.owes or (self._gives and self._pace.starts) else 1.0
         epoch = 0 if self._head is None else self._head.epoch
         offer = Offer(
             contribution=contribution,

@@ -65,12 +65,16 @@ class Memory:
         weakref.finalize(lease, self._take_back, piece, pinned=pinned).atexit = False
         return torch.from_numpy(lease)  # it, and all that shares its memory, keep the lease alive
 
-    def give(self, memory: Tensor, count: int) -> None:
-        """A piece of ``count`` bytes, the first of ``memory``, uint8 CPU, that nobody uses any more."""
-        if 0 < count <= memory.numel() and not self._pinned:
-            begin, length = _pages(memory[count:])
-            advise_memory(begin, length, _DONT_NEED)  # else the piece would keep all of it
-            self._take_back(memory.numpy()[:count], pinned=False)
+    def give(self, memory: Tensor, count: int, pieces: int = 1) -> None:
+        """So many pieces of ``count`` bytes, the first of ``memory``, uint8 CPU, that nobody uses any more; fewer if
+        there are not so many in it.
+        """
+        pieces = min(pieces, memory.numel() // count) if count else 0
+        if pieces and not self._pinned:
+            begin, length = _pages(memory[pieces * count :])
+            advise_memory(begin, length, _DONT_NEED)  # else a piece would keep all of it
+            for start in range(0, pieces * count, count):
+                self._take_back(memory.numpy()[start : start + count], pinned=False)
 
     def _take_back(self, piece: Any, *, pinned: bool) -> None:
         with self._lock:

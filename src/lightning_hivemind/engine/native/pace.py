@@ -89,10 +89,15 @@ class Pace:
 
     # ------------------------------------------------------------------ what follows
 
+    @property
+    def starts(self) -> bool:
+        """Whether this peer joined others and has not done a batch, the first one, which takes longest."""
+        return self._joined and not self._batches
+
     def join_at(self, now: float) -> float:
         """Until when a round that calls now should wait for the batch that is being computed here."""
         began, batch_s = self._batch_began, self._batch_s
-        if began is None or (self._joined and not self._batches):
+        if began is None or self.starts:
             return now
         if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):
             return now

@@ -8,19 +8,23 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.memory import Memory, populate
 
 #: times the parameters: what an optimizer keeps of each, and room
 MOST_RESERVED = 4
+#: pieces for what comes next: the first sum of gradients, and the first average
+SPARES = 2
 
 
 class StateMemory:
     """See the module. Used by the training thread.
 
     Args:
-        spares: gets what a state does not need any more, a piece of ``spare_bytes``: memory for the first average.
+        spares: gets what a state does not need any more, :data:`SPARES` pieces of ``spare_bytes``: others would wait
+            for this peer while the system maps them in its first round.
     """
 
     def __init__(self, spares: Memory | None = None, spare_bytes: int = 0) -> None:
@@ -31,8 +35,9 @@ class StateMemory:
 
     def prepare(self, size: int) -> None:
         """A state of at least so many bytes will be fetched."""
-        self._prepared, self._ready = _reserved(size), size
-        _populate_soon(self._prepared[:size])
+        self._ready = max(size, SPARES * self._spare_bytes)
+        self._prepared = _reserved(size, self._ready)
+        _populate_soon(self._prepared[: self._ready])
 
     def release(self) -> None:
         """None is fetched any more for which memory was prepared."""
@@ -41,7 +46,8 @@ class StateMemory:
     def give_back(self, memory: Tensor) -> None:
         """A state that is not used any more, as :meth:`take` gave it."""
         if self._spares is not None:
-            self._spares.give(memory, self._spare_bytes)
+            prepared = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())  # also beyond this state
+            self._spares.give(prepared, self._spare_bytes, SPARES)
 
     def take(self, size: int) -> Tensor:
         """uint8 CPU (size,), for one state."""
@@ -53,12 +59,12 @@ class StateMemory:
         return prepared[:size]
 
 
-def _reserved(size: int) -> Tensor:
+def _reserved(size: int, needed: int) -> Tensor:
     """uint8 CPU, for ``size`` bytes and what an optimizer keeps, of which nothing is known yet: only an address."""
     try:
-        return Memory().bytes(MOST_RESERVED * size)
+        return Memory().bytes(max(MOST_RESERVED * size, needed))
     except MemoryError:  # of a system that promises no more than it has
-        return Memory().bytes(size)
+        return Memory().bytes(needed)
 
 
 def _populate_soon(memory: Tensor) -> None:
