@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from bench_bars import bars_of_turns
@@ -110,8 +111,8 @@ def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None) -
 def run_joiners(sizes: Sequence[int], repeat: int, keep: Path | None) -> list[tuple[int, Joiner]]:
     """One repeat."""
     found = []
-    for millions in sizes:
-        found.append((millions, run_joiner(millions, keep)))
+    for millions, held in product(sizes, (False, True)):
+        found.append((millions, run_joiner(millions, keep, held=held)))
         print(f"[repeat {repeat + 1}] {millions}M: {found[-1][1]}", file=sys.stderr, flush=True)
     return found
 
