@@ -99,7 +99,7 @@ def arm(moment: Moment, lit: Callable[[], bool]) -> None:
 
 def use_chunks_of(elements: int) -> None:
     """So few, in this process, that every member owns some chunks of a small model."""
-    parts.Layout = partial(Layout, chunk_elements=elements)  # type: ignore[misc]
+    parts.layout_of = partial(Layout, chunk_elements=elements)  # type: ignore[assignment]
 
 
 def trains(spec: PeerSpec) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from swarm.harness import START_S, Swarm
-from swarm.marks import HIVEMIND_ONLY
 from swarm.spec import PeerSpec
 
 pytestmark = pytest.mark.swarm
@@ -41,15 +40,16 @@ def test_another_model_under_the_same_run_id_is_refused_by_name(
     stranger.wait_exit(code=1)
 
 
-@HIVEMIND_ONLY
 def test_a_peer_with_another_engine_is_told_so(swarm: Swarm) -> None:
+    other = "native" if swarm.engine == "hivemind" else "hivemind"
     (founder,) = swarm.start(1, together=False, hold_at=[1])
     founder.wait_for("holding")
-    other = swarm.launch(PeerSpec(strategy={"initial_peers": swarm.addresses(), "engine": "native"}))
-    error = other.wait_for("raised", timeout_s=START_S)
+    stranger = swarm.launch(PeerSpec(strategy={"initial_peers": swarm.addresses(), "engine": other}))
+    error = stranger.wait_for("raised", timeout_s=START_S)
     assert error["kind"] == "SchemaMismatchError", error["trace"]
-    assert "averages by engine hivemind, this one by engine native" in error["text"]
-    other.wait_exit(code=1)
+    assert f"averages by engine {swarm.engine}" in error["text"]
+    assert f"this one by engine {other}" in error["text"]
+    stranger.wait_exit(code=1)
 
 
 def test_another_run_id_is_another_swarm(swarm: Swarm) -> None:

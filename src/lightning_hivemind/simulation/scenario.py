@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.layout import Layout, layout_of
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.wire.speed import FAST
 from lightning_hivemind.errors import ArgumentError
@@ -88,7 +88,7 @@ class Scenario:
     @property
     def layout(self) -> Layout:
         """The chunks of the engine."""
-        return Layout(self.parameters)
+        return layout_of(self.parameters)
 
     @property
     def encoded_bytes(self) -> int:

@@ -13,7 +13,7 @@ from lightning_hivemind.engine.native.codecs import Exact
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
-from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.layout import layout_of
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.peer import Peer
@@ -355,7 +355,7 @@ class Inhabitant:
         gradients = Gradients(name, [], Statistics([]), max_staleness=1)
         handover = Handover(name, gradients, Pace(64, longest_s=1.0), reduces=True, gives=True)
         settings = Settings(run="run", target_samples=64, chunks=1)
-        self.driver = Driver(Peer(settings, name, b"life"), handover, Layout(1), [Exact()])
+        self.driver = Driver(Peer(settings, name, b"life"), handover, layout_of(1), [Exact()])
         links = town.add(name, self.driver)
         self.ranges = 0
 

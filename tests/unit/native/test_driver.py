@@ -16,7 +16,7 @@ from lightning_hivemind.engine.native import driver as driver_module
 from lightning_hivemind.engine.native.codecs import Exact
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.exchange import Exchange
-from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.layout import Layout, layout_of
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import Missing
 from lightning_hivemind.engine.native.protocol.peer import Peer
@@ -307,7 +307,7 @@ def test_a_peer_that_vanishes_costs_the_others_nothing_but_its_samples(runs: lis
 
 
 def test_work_that_takes_long_is_not_taken_for_a_process_that_stood_still(runs: list[Run]) -> None:
-    run = Run(["a"], Layout(1000), secure=False)
+    run = Run(["a"], layout_of(1000), secure=False)
     runs.append(run)
     run.trainees["a"].slow_s = 1.5
     run.contribute({"a": TARGET})
@@ -317,7 +317,7 @@ def test_work_that_takes_long_is_not_taken_for_a_process_that_stood_still(runs: 
 
 def test_a_rounds_thread_that_does_not_come_back_is_an_error(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "ANSWER_S", 0.2)
-    run = Run(["a"], Layout(1000), secure=False)
+    run = Run(["a"], layout_of(1000), secure=False)
     runs.append(run)
     run.trainees["a"].slow_s = 1.5
     with pytest.raises(EngineStuckError, match="Restart this peer"):
@@ -328,7 +328,7 @@ def test_a_rounds_thread_that_does_not_come_back_is_an_error(runs: list[Run], mo
 def test_a_process_that_stands_still_while_it_works_gives_up_what_it_leads(
     runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(["a"], Layout(1000), secure=False)
+    run = Run(["a"], layout_of(1000), secure=False)
     runs.append(run)
     trainee, driver = run.trainees["a"], run.drivers["a"]
     answers = iter([True])
@@ -373,7 +373,7 @@ def test_who_floods_is_read_no_further_until_there_is_time_for_it(
     """Down to the sender, whose connection takes no more: nothing piles up in between but the kernel's buffers."""
     limit, count = 2 << 20, 80
     monkeypatch.setattr(driver_module, "WAITING_BYTES", limit)
-    run = Run(["a", "b", "c"], Layout(10), secure=secure)
+    run = Run(["a", "b", "c"], layout_of(10), secure=secure)
     runs.append(run)
     driver, busy, go_on = run.drivers["b"], threading.Event(), threading.Event()
 
@@ -435,7 +435,7 @@ def test_who_is_late_gets_the_bytes_that_were_committed_whatever_the_others_do_w
 ) -> None:
     """More than fits into the kernel's buffers: what waits to be sent is the memory in which the average is."""
     *quick, slow = by_rank(["a", "b", "c"], "run")  # who leads hears of nothing either, while it reads nothing
-    run = Run(["a", "b", "c"], Layout(12 << 20), secure=secure)
+    run = Run(["a", "b", "c"], layout_of(12 << 20), secure=secure)
     runs.append(run)
     late, go_on = run.drivers[slow], threading.Event()
     arrived = late.arrived

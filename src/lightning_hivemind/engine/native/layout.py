@@ -6,6 +6,16 @@ from dataclasses import dataclass
 
 #: 4 MiB of float32: large enough that frames cost nothing, small enough that sending and reducing overlap
 CHUNK_ELEMENTS = 1 << 20
+#: of a small model less, so that many peers can share the reducing: else all lines would wait for that of one
+SHARED_BY = 32
+#: but not so little that messages would be what it costs
+LEAST_ELEMENTS = 1 << 14
+
+
+def layout_of(elements: int) -> Layout:
+    """That all peers of a model of so many values have."""
+    share = -(-elements // (SHARED_BY * LEAST_ELEMENTS)) * LEAST_ELEMENTS
+    return Layout(elements, min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, share)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +23,7 @@ class Layout:
     """``elements`` values in chunks of ``chunk_elements``, of which the last may be smaller."""
 
     elements: int
-    chunk_elements: int = CHUNK_ELEMENTS
+    chunk_elements: int
 
     @property
     def chunks(self) -> int:

@@ -18,7 +18,7 @@ from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.introductions import Introductions
-from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.layout import Layout, layout_of
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.pace import Pace
@@ -124,7 +124,7 @@ def build(
             '%s: not needed with engine="native" (the default): peers are equal after every step, no state is averaged',
             ", ".join(names),
         )
-    layout = Layout(gradients.elements)
+    layout = layout_of(gradients.elements)
     memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
     coded = [*coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), (gradients.marks, Exact())]
     codecs = per_chunk(coded, layout.spans)
