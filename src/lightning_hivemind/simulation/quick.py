@@ -64,9 +64,9 @@ class QuickRoster(Roster):
         if not known:
             self._living = None
 
-    def lost(self, peer: PeerId) -> None:
+    def lost(self, peer: PeerId, now: float) -> None:
         self._forget()
-        super().lost(peer)
+        super().lost(peer, now)
 
     def alive(self, peer: PeerId) -> None:
         if not self.reaches(peer):

@@ -60,6 +60,9 @@ def test_what_a_record_says_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
         records["other"] = {"place": [*GOOD[:6], stamp]}
         assert len(one._look()) == 1
     assert [place.stamp for place in told] == [12.5, 13.5]
+    del records["other"]
+    assert one._look() == []
+    assert not one._stamps, "of a peer that is gone nothing is kept"
 
 
 VALUES = st.recursive(

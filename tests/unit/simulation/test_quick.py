@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Plan
-from lightning_hivemind.engine.native.protocol.roster import Place, Roster
+from lightning_hivemind.engine.native.protocol.roster import FORGET_S, Place, Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.quick import QuickRoster, Ranks, computed_once
 
@@ -33,6 +33,7 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
                 "record",
                 "note",
                 "lost",
+                "forget",
                 "alive",
                 "moved",
                 "let_pass",
@@ -50,7 +51,11 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
                     one.record(peer, place, stamp, outdated=not flag)
                 case "note":
                     one.note(peer, head, samples, outdated=flag)
-                case "lost" | "alive" | "let_pass":
+                case "lost":
+                    one.lost(peer, stamp)
+                case "forget":
+                    one.forget(stamp + FORGET_S - samples)
+                case "alive" | "let_pass":
                     getattr(one, what)(peer)
                 case "moved":
                     one.moved({peer, "p1", "p2"}, head, other, stamp)

@@ -36,6 +36,8 @@ MOST_ENDPOINTS = 16
 DIAL = b"dial"
 #: bound of the answer: a fingerprint, a token, some addresses
 MAX_ANSWER_BYTES = 4096
+#: peers whose addresses are kept
+MOST_KNOWN = 4096
 START_S = 20.0
 STOP_S = 2.0
 
@@ -88,7 +90,10 @@ class Introductions:
 
     def know(self, peer: str, addresses: Sequence[str]) -> None:
         """Where libp2p may find ``peer``, should it not know itself. (Whoever answers there must have its identity.)"""
+        self._addresses.pop(peer, None)
         self._addresses[peer] = addresses
+        while len(self._addresses) > MOST_KNOWN:
+            del self._addresses[next(iter(self._addresses))]  # of whom nothing was heard for longest
 
     def introduce(self, peer: str, dials: bool = False) -> Introduction:
         """How ``peer`` can be reached; with ``dials`` it is asked to dial this one. Blocks; from any thread.
@@ -138,9 +143,9 @@ class Introductions:
         try:
             answer = await self._call_peer(peer, question)
         except P2PDaemonError:
-            if not self._addresses.get(peer) or self._p2p is None:
+            if not (addresses := self._addresses.get(peer)) or self._p2p is None:
                 raise
-            await dial(self._p2p, peer, self._addresses[peer])
+            await dial(self._p2p, peer, addresses)
             answer = await self._call_peer(peer, question)
         return read_introduction(answer.value)
 

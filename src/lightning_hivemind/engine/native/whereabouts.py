@@ -79,6 +79,7 @@ class Whereabouts:
         without, mine = set(), self._driver.status.head
         if self._agreement is not None:
             self._agreement.present(records)
+        self._stamps = {peer: stamp for peer, stamp in self._stamps.items() if peer in records}
         for peer, record in records.items():
             if peer == self._network.peer_id:
                 continue

@@ -156,7 +156,7 @@ class Peer:
         sending to it fails.
         """
         self._begin(now)
-        self._roster.lost(peer)
+        self._roster.lost(peer, now)
         self._rounds.lost(peer, now)
         self._settle(now)
 
@@ -351,6 +351,7 @@ class Peer:
             self._rounds.settle(now)
             if not self._to_self:
                 break
+        self._roster.forget(now)
         for peer in self._roster.to_probe(now):
             self._probe(peer, asks=True)
         if self._reported != self._standing.settled:

@@ -14,6 +14,8 @@ NEVER = float("-inf")
 SURELY_LIVES = 3
 #: counted among the cuts of a peer with a slow line, to receive or to send: among equals it does not lead
 RECEIVES_SLOWLY, SENDS_SLOWLY = 1 << 20, 1 << 21
+#: who was lost so long ago, and has published nothing since, will not: whoever comes back is as one that is new
+FORGET_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +52,13 @@ class Seen:
 
 @dataclass(kw_only=True, slots=True)
 class Gone:
-    """A peer that was lost.
+    """A peer that was lost, at ``since``.
 
     ``stamp`` is of the last record before that: older ones do not bring it back. ``steps`` were made with it since.
     """
 
     stamp: float
+    since: float
     steps: int = 0
 
 
@@ -127,11 +130,20 @@ class Roster:
         """Another peer knows of so many samples in the swarm."""
         self._told = max(self._told, min(swarm_samples, MOST_SAMPLES))
 
-    def lost(self, peer: PeerId) -> None:
+    def lost(self, peer: PeerId, now: float) -> None:
         if (cut := self._cut.get(peer)) is None or cut.doubtful:
             self._cut.pop(peer, None)
             stamp = self._seen[peer].stamp if peer in self._seen else NEVER
-            self._gone.setdefault(peer, Gone(stamp=stamp, steps=cut.steps if cut is not None else 0))
+            self._gone.setdefault(peer, Gone(stamp=stamp, since=now, steps=cut.steps if cut is not None else 0))
+
+    def forget(self, now: float) -> None:
+        """Who is gone for good: a run may see very many peers come and go."""
+        while self._gone:
+            peer, gone = next(iter(self._gone.items()))  # who was lost first
+            if now - gone.since < FORGET_S:
+                return
+            del self._gone[peer]
+            self._seen.pop(peer, None)
 
     def alive(self, peer: PeerId) -> None:
         """It has just said something."""
@@ -144,7 +156,7 @@ class Roster:
         """Whom to try to reach now, of those that live and cannot be reached. Who publishes no more has died since."""
         for peer in [peer for peer, one in self._cut.items() if now - one.lived_at > self._lives_s]:
             del self._cut[peer]
-            self.lost(peer)
+            self.lost(peer, now)
         found = sorted(peer for peer, one in self._cut.items() if now - one.probed_at >= self._again_s(one))
         for peer in found:
             self._cut[peer].probed_at = now
@@ -254,6 +266,8 @@ class Roster:
 
     def _unfit(self, peer: PeerId) -> tuple[bool, int, bool]:
         """How little this one can lead a round: nobody can connect to it, it is cut off from so many, or it is slow."""
+        if peer != self._me and peer not in self._seen:
+            return True, 0, True  # it was forgotten since
         mine = peer == self._me
         reduces, cuts = (self._reduces, self.cuts) if mine else (self._seen[peer].reduces, self._seen[peer].cuts)
         return not reduces, cuts % RECEIVES_SLOWLY, cuts >= RECEIVES_SLOWLY
