@@ -94,8 +94,8 @@ def run_joiner(millions: int, keep: Path | None = None, *, held: bool = False) -
             release()
             _until(folder, peers, spec.peers, 1)
             _until(folder, peers, 0, AFTER, since=time.time())
-    except TimeoutError as error:
-        return Joiner(held=held, copy_s=copy_s, quiet_s=quiet_s, failure=str(error))
+    except (TimeoutError, EOFError) as error:  # the end of another process
+        return Joiner(held=held, copy_s=copy_s, quiet_s=quiet_s, failure=str(error) or repr(error))
     finally:
         stop_all(peers)
     steps = json_lines(folder / "marks-0.jsonl")
@@ -235,7 +235,7 @@ def joiner_table(found: Sequence[tuple[int, Joiner]]) -> str:
         " *longest step*: its, from that question on; *starting*: from the start of the third's process on, which"
         " makes its model on the same cores. *memory held*: the same where the machine has had its memory from its host"
         " (a virtual machine may have given back what is free, and each megabyte then takes 2 to 3 ms of these cores to"
-        " get). Seconds, median (range) over repeats."
+        " get); giving it free is a little work on these cores, too. Seconds, median (range) over repeats."
     )
     rows = []
     for (millions, held), own in _grouped(found):

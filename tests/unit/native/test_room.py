@@ -103,6 +103,23 @@ def test_of_a_state_that_is_not_used_any_more_no_more_is_kept(pieces: int) -> No
     assert state[pieces * SIZE + mmap.PAGESIZE :].max() == 0, "it has gone back"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the system")
+def test_of_pieces_that_are_not_kept_the_system_gets_its_memory_though_others_of_the_same_state_are() -> None:
+    spares = Memory(kept_bytes=SIZE)
+    state = torch.frombuffer(mmap.mmap(-1, 2 * SIZE, mmap.MAP_PRIVATE), dtype=torch.uint8).fill_(1)
+    spares.give(state, SIZE, 2)
+    assert spares._free_bytes == SIZE
+    assert state[:SIZE].min() == 1
+    assert state[SIZE + mmap.PAGESIZE :].max() == 0
+
+
+def test_a_pool_for_a_gpu_has_no_use_for_it() -> None:
+    memory = StateMemory(Memory(pinned=True), SIZE)
+    memory.prepare(64)
+    assert memory._prepared is not None
+    assert memory._prepared.numel() == 64 * MOST_RESERVED
+
+
 def test_what_was_not_needed_is_given_back() -> None:
     memory = StateMemory()
     memory.prepare(SIZE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -51,10 +52,10 @@ def test_the_pieces_of_a_frame_are_the_frame(sizes: list[int], most: int) -> Non
     parts = [bytes([number]) * size for number, size in enumerate(sizes)]
     header = Header(kind=Kind.INPUT, length=sum(sizes))
     cut = list(pieces(header, parts, most))
-    assert cut[0][0] == header
+    assert cut[0][0] == replace(header, in_pieces=len(cut) > 1)
     assert all(one == Header(kind=Kind.MORE, length=sum(map(len, piece))) for one, piece in cut[1:])
     assert all(sum(map(len, piece)) == most for _, piece in cut[1:-1])
-    assert (len(cut) > 1) == (sum(sizes) > PIECE_BYTES)
+    assert (len(cut) > 1) == (sum(sizes) > most)
     assert b"".join(view for _, piece in cut for view in piece) == b"".join(parts)
 
 
@@ -82,6 +83,7 @@ def test_a_message_between_two_pieces_arrives_before_the_frame(
         ([(Kind.INPUT, PIECE_BYTES + 5), (Kind.MORE, 0)], "not begun, or is whole"),
         ([(Kind.INPUT, 4 * PIECE_BYTES), (Kind.MORE, PIECE_BYTES + 1)], "not begun, or is whole"),
         ([(Kind.INPUT, PIECE_BYTES + 5), (Kind.RESULT, PIECE_BYTES + 5)], "within another one"),
+        ([(Kind.RECEIPT, PIECE_BYTES + 5)], "not in pieces"),
     ],
 )
 def test_pieces_that_do_not_belong_together_are_refused(
@@ -89,12 +91,27 @@ def test_pieces_that_do_not_belong_together_are_refused(
 ) -> None:
     sock, reader, _ = pair
     for number, (kind, length) in enumerate(lengths):
-        sock.sendall(Header(kind=kind, length=length).pack())
+        in_pieces = length > PIECE_BYTES and kind in (Kind.INPUT, Kind.RESULT)
+        sock.sendall(Header(kind=kind, length=length, in_pieces=in_pieces).pack())
         if number < len(lengths) - 1:
             sock.sendall(bytes(length if length <= PIECE_BYTES else 0))
             reader.read()
     with pytest.raises(WireError, match=reason):
         reader.read()
+
+
+@pytest.mark.parametrize("size", [0, 5, 64 << 10])
+def test_a_short_frame_may_come_in_pieces_too(pair: tuple[socket.socket, Reader, Sink], size: int) -> None:
+    """Over a slow line, where a message would wait long for all of it."""
+    sock, reader, sink = pair
+    header = Header(kind=Kind.INPUT, length=size)
+    sock.sendall(replace(header, in_pieces=True).pack())
+    reader.read()
+    for start in range(0, size, 16 << 10):
+        write(sock, Header(kind=Kind.MORE, length=min(size, 16 << 10)), [bytes(min(size, 16 << 10))])
+        reader.read()
+        assert bool(sink.arrivals) == (start + (16 << 10) >= size)
+    assert sink.arrivals == [(header, bytes(size))]
 
 
 def test_a_connection_that_ends_in_a_piece_is_gone(pair: tuple[socket.socket, Reader, Sink]) -> None:

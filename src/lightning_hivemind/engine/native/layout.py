@@ -10,11 +10,13 @@ CHUNK_ELEMENTS = 1 << 20
 SHARED_BY = 32
 #: but not so little that messages would be what it costs
 LEAST_ELEMENTS = 1 << 14
+#: whole blocks of all codecs
+ROUND = 4096
 
 
 def layout_of(elements: int) -> Layout:
     """That all peers of a model of so many values have."""
-    share = -(-elements // (SHARED_BY * LEAST_ELEMENTS)) * LEAST_ELEMENTS
+    share = -(-elements // (SHARED_BY * ROUND)) * ROUND
     return Layout(elements, min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, share)))
 
 

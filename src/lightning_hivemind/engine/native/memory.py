@@ -39,6 +39,11 @@ class Memory:
         self._free: defaultdict[tuple[int, bool], list[Any]] = defaultdict(list)
         self._free_bytes = 0
 
+    @property
+    def pinned(self) -> bool:
+        """Whether what a GPU copies from and to stays where it is."""
+        return self._pinned
+
     def bytes(self, count: int) -> Tensor:
         """uint8 CPU (count,) with anything in it."""
         return self._piece(count, pinned=False)
@@ -81,6 +86,9 @@ class Memory:
             if self._free_bytes + piece.nbytes <= self.kept_bytes:
                 self._free[piece.nbytes, pinned].append(piece)
                 self._free_bytes += piece.nbytes
+                return
+        if piece.base is not None and not pinned:  # it may be a part of what others keep
+            advise_memory(*_pages(torch.from_numpy(piece)), _DONT_NEED)
 
 
 def pinned_piece(count: int) -> Any | None:

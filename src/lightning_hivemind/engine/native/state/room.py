@@ -28,15 +28,16 @@ class StateMemory:
     """
 
     def __init__(self, spares: Memory | None = None, spare_bytes: int = 0) -> None:
-        self._spares, self._spare_bytes = spares, spare_bytes
+        self._spares = spares if spares is not None and not spares.pinned else None
+        self._spare_bytes = spare_bytes if self._spares is not None else 0
         self._prepared: Tensor | None = None
         #: bytes of it that are made ready
         self._ready = 0
 
     def prepare(self, size: int) -> None:
         """A state of at least so many bytes will be fetched."""
-        self._ready = max(size, SPARES * self._spare_bytes)
-        self._prepared = _reserved(size, self._ready)
+        self._prepared = _reserved(size, max(size, SPARES * self._spare_bytes))
+        self._ready = min(self._prepared.numel(), max(size, SPARES * self._spare_bytes))
         _populate_soon(self._prepared[: self._ready])
 
     def release(self) -> None:
@@ -64,7 +65,7 @@ def _reserved(size: int, needed: int) -> Tensor:
     try:
         return Memory().bytes(max(MOST_RESERVED * size, needed))
     except MemoryError:  # of a system that promises no more than it has
-        return Memory().bytes(needed)
+        return Memory().bytes(size)
 
 
 def _populate_soon(memory: Tensor) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
@@ -136,10 +137,10 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
 
 def pieces(header: Header, payload: Payload, most: int = PIECE_BYTES) -> Iterator[tuple[Header, Payload]]:
     """A frame as it is written: a long one in pieces of ``most`` bytes behind it, between which messages may go."""
-    if header.length <= PIECE_BYTES:
+    if header.length <= most:
         yield header, payload
         return
-    yield header, ()
+    yield replace(header, in_pieces=True), ()
     piece: list[memoryview] = []
     room = most
     for part in payload:

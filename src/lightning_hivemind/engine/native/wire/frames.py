@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from lightning_hivemind.errors import WireError
 
-PROTOCOL = 8
+PROTOCOL = 9
 _MAGIC = b"LHMD"
 #: magic, protocol, kind, round, chunk, plan version, length of what follows, its checksum
 _LAYOUT = struct.Struct("!4sBB16sIIII")
@@ -16,6 +16,7 @@ HEADER_BYTES = _LAYOUT.size
 NO_ROUND = bytes(16)
 #: what follows a header at most; a longer frame comes in pieces behind it, so that messages need not wait for all of it
 PIECE_BYTES = 256 << 10
+_IN_PIECES = 0x80  # of the byte that says the kind
 
 
 class Kind(IntEnum):
@@ -43,6 +44,7 @@ class Header:
         round: id of the round, 16 bytes; zeros where there is none.
         chunk, version: of the chunk and of the plan.
         length: bytes that follow.
+        in_pieces: they do so in pieces (:data:`Kind.MORE`), of which each has a header of its own.
         checksum: of them, in results, of whose digest it is a part; in the clear also in inputs, and verified. 0: none.
     """
 
@@ -52,11 +54,11 @@ class Header:
     version: int = 0
     length: int = 0
     checksum: int = 0
+    in_pieces: bool = False
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(
-            _MAGIC, PROTOCOL, self.kind, self.round, self.chunk, self.version, self.length, self.checksum
-        )
+        kind = self.kind | _IN_PIECES * self.in_pieces
+        return _LAYOUT.pack(_MAGIC, PROTOCOL, kind, self.round, self.chunk, self.version, self.length, self.checksum)
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
@@ -73,7 +75,15 @@ class Header:
         if protocol != PROTOCOL:
             raise WireError(f"protocol {protocol}, this peer speaks {PROTOCOL}: use the same release on all peers")
         try:
-            known = Kind(kind)
+            known = Kind(kind & ~_IN_PIECES)
         except ValueError:
             raise WireError(f"unknown kind of frame {kind}") from None
-        return cls(kind=known, round=bytes(round_id), chunk=chunk, version=version, length=length, checksum=checksum)
+        return cls(
+            kind=known,
+            round=bytes(round_id),
+            chunk=chunk,
+            version=version,
+            length=length,
+            checksum=checksum,
+            in_pieces=bool(kind & _IN_PIECES),
+        )

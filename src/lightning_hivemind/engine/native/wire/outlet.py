@@ -127,7 +127,7 @@ class Outlet:
                     line.look()
                     self._lanes.open_more(sock)
                 waits = self._queue_of(header) is not self._urgent
-                for piece in pieces(header, payload, line.piece_bytes):
+                for piece in pieces(header, payload, line.piece_bytes if waits else PIECE_BYTES):
                     while waits and (message := self._message()) is not None:
                         write(sock, *message)
                     write(sock, *piece)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hivemind.engine.native.wire.checksum import checksum
 from lightning_hivemind.engine.native.wire.connection import DRAIN_BYTES, read_exactly
@@ -59,19 +59,23 @@ class Reader:
         if header.kind is Kind.PING and header.length == 0:
             return
         if header.kind is Kind.MORE:
-            if self._long is None or not 0 < header.length <= min(self._long.left, PIECE_BYTES):
+            fits = self._long is not None and 0 < header.length <= min(self._long.left, PIECE_BYTES)
+            if self._long is None or not fits or header.in_pieces:
                 raise WireError("a piece of a frame that was not begun, or is whole")
             self._fill(self._long, header.length)
             return
-        if header.length > PIECE_BYTES and self._long is not None:
+        in_pieces, header = header.in_pieces, replace(header, in_pieces=False)
+        if in_pieces and self._long is not None:
             raise WireError("a long frame within another one")
+        if header.length > PIECE_BYTES and not in_pieces:
+            raise WireError(f"a frame of {header.length} bytes that is not in pieces")
         room = self._sink.room(self._peer, header)
         if room is not None and len(room) != header.length:
             raise WireError(f"a frame of {header.length} bytes where {len(room)} belong")
         frame = _Frame(header, room)
-        if header.length > PIECE_BYTES:
+        if in_pieces:
             self._long = frame
-        self._fill(frame, 0 if self._long is frame else header.length)
+        self._fill(frame, 0 if in_pieces else header.length)
 
     def _fill(self, frame: _Frame, count: int) -> None:
         """The next ``count`` bytes of it."""
