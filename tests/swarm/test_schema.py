@@ -41,14 +41,14 @@ def test_another_model_under_the_same_run_id_is_refused_by_name(
 
 
 def test_a_peer_with_another_engine_is_told_so(swarm: Swarm) -> None:
-    other = "native" if swarm.engine == "hivemind" else "hivemind"
+    ways = {"hivemind": "engine hivemind", "native": "engine native, gradients exact"}
+    (other,) = ways.keys() - {swarm.engine}
     (founder,) = swarm.start(1, together=False, hold_at=[1])
     founder.wait_for("holding")
     stranger = swarm.launch(PeerSpec(strategy={"initial_peers": swarm.addresses(), "engine": other}))
     error = stranger.wait_for("raised", timeout_s=START_S)
     assert error["kind"] == "SchemaMismatchError", error["trace"]
-    assert f"averages by engine {swarm.engine}" in error["text"]
-    assert f"this one by engine {other}" in error["text"]
+    assert f"averages by {ways[swarm.engine]}, this one by {ways[other]}" in error["text"]
     stranger.wait_exit(code=1)
 
 

@@ -92,7 +92,7 @@ class Introductions:
         """Where libp2p may find ``peer``, should it not know itself. (Whoever answers there must have its identity.)"""
         self._addresses.pop(peer, None)
         self._addresses[peer] = addresses
-        while len(self._addresses) > MOST_KNOWN:
+        if len(self._addresses) > MOST_KNOWN:
             del self._addresses[next(iter(self._addresses))]  # of whom nothing was heard for longest
 
     def introduce(self, peer: str, dials: bool = False) -> Introduction:

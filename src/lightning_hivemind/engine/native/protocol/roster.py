@@ -266,10 +266,12 @@ class Roster:
 
     def _unfit(self, peer: PeerId) -> tuple[bool, int, bool]:
         """How little this one can lead a round: nobody can connect to it, it is cut off from so many, or it is slow."""
-        if peer != self._me and peer not in self._seen:
+        if peer == self._me:
+            reduces, cuts = self._reduces, self.cuts
+        elif (seen := self._seen.get(peer)) is not None:
+            reduces, cuts = seen.reduces, seen.cuts
+        else:
             return True, 0, True  # it was forgotten since
-        mine = peer == self._me
-        reduces, cuts = (self._reduces, self.cuts) if mine else (self._seen[peer].reduces, self._seen[peer].cuts)
         return not reduces, cuts % RECEIVES_SLOWLY, cuts >= RECEIVES_SLOWLY
 
     def enough(self, head: Head) -> bool:

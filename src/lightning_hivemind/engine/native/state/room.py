@@ -28,16 +28,17 @@ class StateMemory:
     """
 
     def __init__(self, spares: Memory | None = None, spare_bytes: int = 0) -> None:
-        self._spares = spares if spares is not None and not spares.pinned else None
-        self._spare_bytes = spare_bytes if self._spares is not None else 0
+        self._spares = spares
+        self._spare_bytes = 0 if spares is None or spares.pinned else spare_bytes
         self._prepared: Tensor | None = None
         #: bytes of it that are made ready
         self._ready = 0
 
     def prepare(self, size: int) -> None:
         """A state of at least so many bytes will be fetched."""
-        self._prepared = _reserved(size, max(size, SPARES * self._spare_bytes))
-        self._ready = min(self._prepared.numel(), max(size, SPARES * self._spare_bytes))
+        needed = max(size, SPARES * self._spare_bytes)
+        self._prepared = _reserved(size, needed)
+        self._ready = min(self._prepared.numel(), needed)
         _populate_soon(self._prepared[: self._ready])
 
     def release(self) -> None:

@@ -59,15 +59,16 @@ class Reader:
         if header.kind is Kind.PING and header.length == 0:
             return
         if header.kind is Kind.MORE:
-            fits = self._long is not None and 0 < header.length <= min(self._long.left, PIECE_BYTES)
-            if self._long is None or not fits or header.in_pieces:
+            long = self._long
+            if long is None or header.in_pieces or not 0 < header.length <= min(long.left, PIECE_BYTES):
                 raise WireError("a piece of a frame that was not begun, or is whole")
-            self._fill(self._long, header.length)
+            self._fill(long, header.length)
             return
-        in_pieces, header = header.in_pieces, replace(header, in_pieces=False)
-        if in_pieces and self._long is not None:
-            raise WireError("a long frame within another one")
-        if header.length > PIECE_BYTES and not in_pieces:
+        if in_pieces := header.in_pieces:
+            if self._long is not None:
+                raise WireError("a long frame within another one")
+            header = replace(header, in_pieces=False)
+        elif header.length > PIECE_BYTES:
             raise WireError(f"a frame of {header.length} bytes that is not in pieces")
         room = self._sink.room(self._peer, header)
         if room is not None and len(room) != header.length:
