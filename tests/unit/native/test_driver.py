@@ -18,7 +18,7 @@ from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.exchange import Exchange
 from lightning_hivemind.engine.native.layout import Layout, layout_of
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
-from lightning_hivemind.engine.native.protocol.messages import Missing
+from lightning_hivemind.engine.native.protocol.messages import Message, Missing
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
 from lightning_hivemind.engine.native.protocol.roster import Place
@@ -249,6 +249,34 @@ def test_what_is_damaged_in_the_clear_is_asked_for_again(
     assert "was damaged on the way" in caplog.text
     for trainee in run.trainees.values():
         assert torch.allclose(trainee.averages[0].double(), mean(given, samples), rtol=1e-5, atol=1e-6)
+
+
+def test_who_asks_for_what_is_being_made_is_sent_it_once(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(["a", "b"], Layout(5000, chunk_elements=1000), secure=True)
+    runs.append(run)
+    sent: Counter[tuple[Kind, bytes, int]] = Counter()
+    asked, send, see, make = [], Links.send, driver_module.decode, Exchange.input
+
+    def counts(links: Links, peer: str, header: Header, payload: Payload = ()) -> None:
+        sent[header.kind, header.round, header.chunk] += header.kind is Kind.INPUT
+        send(links, peer, header, payload)
+
+    def reads(data: memoryview) -> Message:
+        message = see(data)
+        asked.extend([message] if isinstance(message, Missing) and message.inputs else [])
+        return message
+
+    def takes_long(exchange: Exchange, chunk: int) -> memoryview:
+        time.sleep(0.4)  # so b hears nothing for longer than resend_s, while a makes a chunk of its own
+        return make(exchange, chunk)
+
+    monkeypatch.setattr(Links, "send", counts)
+    monkeypatch.setattr(driver_module, "decode", reads)
+    monkeypatch.setattr(Exchange, "input", takes_long)
+    run.contribute({"a": 80, "b": 0})  # b makes none, and ticks
+    run.wait_for_commit(1)
+    assert asked
+    assert max(sent.values()) == 1
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(runs: list[Run]) -> None:

@@ -60,6 +60,27 @@ def test_all_who_reduce_have_sent_what_they_must_at_the_same_time(bandwidths: di
         assert share > 0.0 or times[peer] >= max(reducing) * (1 - 1e-6), "it would have been done before the others"
 
 
+@given(BANDWIDTHS, st.integers(0, 300), st.sampled_from(PEERS))
+def test_inputs_are_spread_over_all_owners_all_the_way(bandwidths: dict[str, float], chunks: int, sender: str) -> None:
+    made = plan(bandwidths, chunks, PEERS)
+    order = made.by_turns(sender)
+    assert sorted(order) == list(range(chunks)), "each chunk once"
+    for owner in set(made.owners):
+        mine = made.chunks_of(owner)
+        sent = 0
+        for number, chunk in enumerate(order):
+            if made.owners[chunk] == owner:
+                assert chunk == mine[sent], "an owner's chunks in order"
+                sent += 1
+            share = (number + 1) * len(mine) / chunks
+            assert abs(sent - share) <= len(set(made.owners)), "no owner waits for what others get"
+
+
+def test_not_all_senders_send_to_the_same_owner_first() -> None:
+    made = plan(dict.fromkeys(PEERS[:3], 1.0), 30, PEERS)
+    assert [made.owners[made.by_turns(sender)[0]] for sender in PEERS] == ["p1", "p2", "p0", "p0", "p0", "p0"]
+
+
 def test_equal_lines_have_equal_shares_and_a_slow_one_has_less() -> None:
     assert shares(dict.fromkeys("abcd", 7.0), 9) == pytest.approx(dict.fromkeys("abcd", 0.25))
     uneven = shares({"a": 10.0, "b": 10.0, "c": 5.0}, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -99,6 +100,11 @@ class Chunks:
 
     # ------------------------------------------------------------------ what goes
 
+    def sent_since(self, moment: float, round_id: bytes, peer: PeerId) -> bool:
+        """Whether ``peer`` has been sent something of that round since then (``time.monotonic()``)."""
+        exchange = self._exchanges.get(round_id)
+        return exchange is not None and exchange.handed_over.get(peer, moment) > moment
+
     def send_input(self, action: SendInput) -> bool:
         """Send this peer's contribution to a chunk; True if it goes to this peer itself, and is there."""
         exchange = self._exchanges.get(action.round)
@@ -108,6 +114,7 @@ class Chunks:
             exchange.keep_own(action.chunk)
             return True
         send_values(self._links, action.to, Kind.INPUT, action.round, action.chunk, exchange.input(action.chunk))
+        exchange.handed_over[action.to] = time.monotonic()
         return False
 
     def send_result(self, action: SendResult) -> bytes | None:
@@ -127,6 +134,7 @@ class Chunks:
         for peer in action.to:
             if peer != self._me:
                 self._links.send(peer, header, (data,))
+                exchange.handed_over[peer] = time.monotonic()
         return digest_of(check) if self._me in action.to else None
 
 

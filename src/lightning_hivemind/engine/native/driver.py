@@ -35,6 +35,7 @@ from lightning_hivemind.engine.native.protocol.actions import (
     TellGone,
 )
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
+from lightning_hivemind.engine.native.protocol.messages import Message, Missing
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.seam import Status, Training
@@ -176,8 +177,8 @@ class Driver:
         if payload is None:
             return
         if header.kind is Kind.MESSAGE:
-            message = decode(payload)
-            self._events.put_from(peer, header.length, lambda now: self._peer.receive(peer, message, now))
+            message, came = decode(payload), time.monotonic()
+            self._events.put_from(peer, header.length, lambda now: self._receive(peer, message, came, now))
         elif header.kind is Kind.INPUT:
             self._events.put_from(peer, header.length, lambda now: self._take_input(peer, header, payload, now))
         elif header.kind is Kind.RESULT:
@@ -200,6 +201,11 @@ class Driver:
         self._peer.lost(peer, now)
         if self._carrying is not None:
             self._carrying.lost(peer, now)
+
+    def _receive(self, peer: PeerId, message: Message, came: float, now: float) -> None:
+        if isinstance(message, Missing) and self._traffic.sent_since(came, message.round, peer):
+            return  # it asked while this thread was making what it lacks: what does not come, it asks for again
+        self._peer.receive(peer, message, now)
 
     def _take_input(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
         if self._traffic.take(peer, header, payload):

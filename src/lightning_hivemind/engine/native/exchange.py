@@ -39,6 +39,7 @@ class Exchange:
     Attributes:
         result: float32 CPU (elements,), where the average is put; its own memory, so that an aborted round leaves
             ``given`` whole. See :meth:`end`.
+        handed_over: ``time.monotonic()`` of the last chunk that each other peer was sent.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Exchange:
     ) -> None:
         self._layout, self._codecs, self._me, self._memory = layout, codecs, me, memory or Memory()
         self._given, self.result = given, self._memory.floats(layout.elements)
+        self.handed_over: dict[PeerId, float] = {}
         self._plan: Plan | None = None
         self._lock = threading.Lock()
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}

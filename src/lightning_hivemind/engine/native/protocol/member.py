@@ -52,9 +52,9 @@ class Member:
         self._heard = dict.fromkeys((*self.plan.members, *self.plan.contributors), now)
         self._collecting = {}
         if self._gives:  # also if refused: what the others decide about its input is not this peer's to judge
-            for chunk, owner in enumerate(self.plan.owners):
+            for chunk in self.plan.by_turns(self._me):
                 if chunk not in known:
-                    self._emit(SendInput(round=self.plan.round, chunk=chunk, to=owner))
+                    self._emit(SendInput(round=self.plan.round, chunk=chunk, to=self.plan.owners[chunk]))
         for chunk in self.plan.chunks_of(self._me):
             self._reduce(chunk)
         self._finish()

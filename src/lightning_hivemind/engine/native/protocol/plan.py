@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,19 @@ class Plan:
 
     def chunks_of(self, owner: PeerId) -> list[int]:
         return [chunk for chunk, one in enumerate(self.owners) if one == owner]
+
+    def by_turns(self, sender: PeerId) -> list[int]:
+        """All chunks, in the order in which ``sender`` sends its inputs: spread over all owners, from the next one on.
+
+        So every owner hears of every sender at once, and no owner of all senders first.
+        """
+        owners = sorted(set(self.owners))
+        behind = bisect(owners, sender)
+        turns = []
+        for place, owner in enumerate(owners[behind:] + owners[:behind]):
+            chunks = self.chunks_of(owner)
+            turns += [(number / len(chunks), place, chunk) for number, chunk in enumerate(chunks)]
+        return [chunk for _, _, chunk in sorted(turns)]
 
     def without(self, lost: frozenset[PeerId], refused: frozenset[PeerId] = frozenset()) -> Plan:
         """The next version: ``lost`` peers give, reduce and get nothing more, ``refused`` ones give nothing.
