@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,13 +95,12 @@ class Plan:
 
         So every owner hears of every sender at once, and no owner of all senders first.
         """
-        owners = sorted(set(self.owners))
-        behind = bisect(owners, sender)
+        sizes, seen = Counter(self.owners), Counter[PeerId]()
         turns = []
-        for place, owner in enumerate(owners[behind:] + owners[:behind]):
-            chunks = self.chunks_of(owner)
-            turns += [(number / len(chunks), place, chunk) for number, chunk in enumerate(chunks)]
-        return [chunk for _, _, chunk in sorted(turns)]
+        for chunk, owner in enumerate(self.owners):
+            turns.append((seen[owner] / sizes[owner], owner <= sender, owner, chunk))
+            seen[owner] += 1
+        return [chunk for *_, chunk in sorted(turns)]
 
     def without(self, lost: frozenset[PeerId], refused: frozenset[PeerId] = frozenset()) -> Plan:
         """The next version: ``lost`` peers give, reduce and get nothing more, ``refused`` ones give nothing.
