@@ -23,7 +23,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
     Progress,
 )
 from lightning_hivemind.engine.native.protocol.peer import Peer
-from lightning_hivemind.engine.native.protocol.roster import Place
+from lightning_hivemind.engine.native.protocol.roster import ARRIVES_STEPS, Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from swarm.table import Data, Table, by_rank
 
@@ -253,6 +253,65 @@ def test_a_peer_does_not_count_its_own_samples_twice() -> None:
     table.kill(FIRST)
     table.flow()
     assert table.peers[SECOND].swarm_samples == 45
+
+
+@pytest.mark.parametrize("heard", [Decline, Begin], ids=["as it leaves", "when it hears of the plan"])
+def test_a_round_that_a_member_has_left_for_another_one_does_not_go_on_beside_that(heard: type) -> None:
+    """Two that cannot reach one another call the one between them: else each would make the step by itself."""
+    table = three()
+    for _ in range(ARRIVES_STEPS):
+        table.train(a=8, b=8, c=8)
+        table.flow()
+    better, worse, between = by_rank(["a", "b", "c"], "run", ARRIVES_STEPS)
+    ends = {better, worse}
+    table.peers[better].lost(worse, table.now)
+    table.peers[worse].lost(better, table.now)
+    left: set[str] = set()
+
+    def late(sender: str, receiver: str, what: object) -> bool:
+        if isinstance(what, Decline) and heard is Begin and not left:
+            left.add(sender)  # that it leaves is lost
+            return True
+        return {sender, receiver} == ends or (isinstance(what, Begin) and (sender, receiver) == (worse, between))
+
+    table.hold = late
+    table.train(**{worse: 16})
+    table.flow()
+    assert [what for *_, what in table.held if isinstance(what, Begin)], "it has begun"
+    table.train(**{better: 16})
+    table.flow()
+    for letter in [one for one in table.held if isinstance(one[2], Begin)]:
+        table.read(*letter)
+    table.flow()
+    steps = {name: commits[ARRIVES_STEPS:] for name, commits in table.applied.items()}
+    assert steps[better] == steps[between]
+    assert [one.peer for one in steps[better][0].contributions] == [better]
+    assert steps[worse] == [], "the lineage has forked"
+
+
+def test_who_has_held_up_a_round_does_not_call_the_next_one() -> None:
+    """Its plan does not get through to two of the others, and would not in the next attempt either."""
+    settings = Settings(run="run", target_samples=16, chunks=3, matchmaking_s=1.0, stall_s=1.0, round_s=3.0)
+    names = by_rank(["a", "b", "c", "d"], "run")
+    table = Table(names, settings)
+    table.hold = lambda *letter: letter[0] == names[0] and letter[1] in names[1:3] and isinstance(letter[2], Begin)
+    table.train(**dict.fromkeys(names, 8))
+    table.wait(settings.round_s + settings.matchmaking_s)
+    assert [len(table.applied[name]) for name in names[1:]] == [1, 1, 1]
+
+
+def test_who_comes_from_elsewhere_does_not_lead_before_it_knows_whom_it_cannot_reach() -> None:
+    """After a partition it reaches some of the others first: those that it does not would be left out of its rounds."""
+    table = three()
+    better, worse, _ = by_rank(["a", "b", "c"], "run")
+    ends = {better, worse}
+    table.hold = lambda sender, receiver, _: {sender, receiver} == ends
+    table.peers[better].lost(worse, table.now)
+    table.peers[worse].lost(better, table.now)
+    table.train(a=8, b=8, c=8)
+    table.wait(2.0)
+    (commit,) = {commits[0] for commits in table.applied.values()}
+    assert {one.peer for one in commit.contributions} == {"a", "b", "c"}
 
 
 def test_a_call_of_an_earlier_attempt_does_not_throw_a_member_out_of_its_round() -> None:

@@ -98,18 +98,26 @@ class Leadership:
 
     def on_decline(self, sender: PeerId, message: Decline, now: float) -> None:
         gathering, leading = self.gathering(message.round), self.coordinator(message.round)
-        mine = self._standing.head
-        if leading is not None:
-            leading.lost(sender, "it has left the round")
-        elif gathering is not None and mine is not None:
+        if gathering is None and (leading is None or leading.ended or sender not in leading.plan.members):
+            return
+        to, reason = self._better(sender, message)
+        if gathering is not None:
             gathering.drop(sender)
-            # Somebody else has a round at this head, or this head is behind: one beside it would fork the lineage.
-            if message.better is not None and message.better != self._me:
-                self._yield(message.better, "another round is under way", now)
-            elif message.head in self._standing.given_up:
-                pass  # where nobody can get: whoever is there will give it up, too
-            elif message.head is not None and message.head != mine and message.head.outweighs(mine):
-                self._yield(sender, "others are ahead", now)
+        elif leading is not None and to is not None:
+            leading.abort(reason)
+        elif leading is not None:
+            leading.lost(sender, "it has left the round")
+        if to is not None:
+            self._yield(to, reason, now)
+
+    def _better(self, sender: PeerId, message: Decline) -> tuple[PeerId | None, str]:
+        """Who has a round at this head, or is ahead of it, in words, too: one beside it would fork the lineage."""
+        mine, theirs = self._standing.head, message.head
+        if message.better not in (None, self._me):
+            return message.better, "another round is under way"
+        if theirs is None or mine is None or theirs == mine or theirs in self._standing.given_up:
+            return None, ""  # (where nobody can get: whoever is there will give it up, too)
+        return (sender, "others are ahead") if theirs.outweighs(mine) else (None, "")
 
     def on_done(self, sender: PeerId, message: Done, now: float) -> None:
         leading = self.coordinator(message.round)
@@ -203,6 +211,15 @@ class Leadership:
         self._coordinator = None
         self.dismiss("the others have committed", now)
         self._failures, self._hold_until, self._suspended_until = 0, 0.0, 0.0
+
+    def ended(self, coordinator: PeerId, since: float, now: float) -> None:
+        """A round came to nothing. If that took long, another one calls the next, or this peer does so later."""
+        if now < since + self._settings.matchmaking_s:
+            return
+        if coordinator == self._me:
+            self._hold_until = now + self._settings.matchmaking_s
+        else:
+            self._roster.let_pass(coordinator)
 
     def elsewhere(self) -> None:
         """This peer stands somewhere else now: what it held back for was where it stood."""

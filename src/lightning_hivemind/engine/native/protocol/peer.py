@@ -128,7 +128,7 @@ class Peer:
         else:
             self._rounds.leave("this peer has taken another state", now)
             self._standing.adopt(head, commits)
-            self._roster.begin_anew()
+            self._roster.arrived()
             self._roster.samples = 0  # the driver says how many it has there
             for peer in self._roster.living():  # its record says so seconds later: meanwhile a worse one would lead
                 self._emit(Send(to=peer, message=self._roster.progress(head)))
@@ -327,8 +327,7 @@ class Peer:
             self._note(peer, head, 0)
 
     def _probe(self, peer: PeerId, *, asks: bool) -> None:
-        cuts = self._roster.cuts - (peer in self._roster.cut)
-        self._emit(Send(to=peer, message=Probe(asks=asks, cuts=cuts)))
+        self._emit(Send(to=peer, message=Probe(asks=asks, cuts=self._roster.cuts_besides(peer))))
 
     def _report(self, now: float) -> None:
         """Tell the candidate how far this peer is."""

@@ -14,6 +14,8 @@ NEVER = float("-inf")
 SURELY_LIVES = 3
 #: counted among the cuts of a peer with a slow line, to receive or to send: among equals it does not lead
 RECEIVES_SLOWLY, SENDS_SLOWLY = 1 << 20, 1 << 21
+#: steps after coming from elsewhere in which a peer cannot know yet which of those that it had lost live
+ARRIVES_STEPS = SURELY_LIVES + 1
 #: who was lost so long ago, and has published nothing since, will not: whoever comes back is as one that is new
 FORGET_S = 600.0
 
@@ -24,7 +26,7 @@ class Place:
 
     Attributes:
         reduces: others can connect to it.
-        cuts: to how many peers that live it has no connection; see :data:`SENDS_SLOWLY`.
+        cuts: to how many peers that live it has no connection; see :data:`ARRIVES_STEPS`, :data:`SENDS_SLOWLY`.
         stamp: when it was made, in any one clock of that peer.
     """
 
@@ -85,6 +87,8 @@ class Roster:
         self.samples = 0
         #: whether this peer's own line is slow, to receive and to send
         self.receives_slowly = self.sends_slowly = False
+        #: steps since this peer has taken the state of where it stands
+        self._steps_here = 0
         self._seen: dict[PeerId, Seen] = {}
         self._gone: dict[PeerId, Gone] = {}
         self._cut: dict[PeerId, Cut] = {}
@@ -176,6 +180,7 @@ class Roster:
 
         (Their last records may say where they stood seconds ago.) Whose turn it is begins anew.
         """
+        self._steps_here += 1
         for peer in peers & set(self._seen):
             if self._seen[peer].head.epoch <= parent.epoch:
                 self._seen[peer].head, self._seen[peer].samples = head, 0
@@ -192,6 +197,11 @@ class Roster:
         gone = self._gone.pop(peer, None)
         cut = self._cut.setdefault(peer, Cut(lived_at=now, steps=gone.steps if gone is not None else 0))
         cut.lived_at, cut.doubtful = now, doubtful
+
+    def arrived(self) -> None:
+        """This peer has taken the state of where it stands now."""
+        self._steps_here = 0
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget what held only for the round that has just ended."""
@@ -229,7 +239,13 @@ class Roster:
     @property
     def cuts(self) -> int:
         """How little this peer can lead a round: see :class:`Place`."""
-        return len(self.cut) + self.receives_slowly * RECEIVES_SLOWLY + self.sends_slowly * SENDS_SLOWLY
+        return self.cuts_besides(self._me)
+
+    def cuts_besides(self, peer: PeerId) -> int:
+        """:attr:`cuts`, without that to this one."""
+        cut = self.out_of_reach if self._steps_here < ARRIVES_STEPS else self.cut
+        slow = self.receives_slowly * RECEIVES_SLOWLY + self.sends_slowly * SENDS_SLOWLY
+        return len(cut) - (peer in cut) + slow
 
     @property
     def out_of_reach(self) -> tuple[PeerId, ...]:
@@ -265,7 +281,7 @@ class Roster:
         return self._unfit(peer), rank(self._run, epoch, peer)
 
     def _unfit(self, peer: PeerId) -> tuple[bool, int, bool]:
-        """How little this one can lead a round: nobody can connect to it, it is cut off from so many, or it is slow."""
+        """How little it can lead a round: nobody can connect to it, it is cut off from so many, it is slow."""
         if peer == self._me:
             reduces, cuts = self._reduces, self.cuts
         elif (seen := self._seen.get(peer)) is not None:

@@ -207,13 +207,8 @@ class Rounds:
             if joined is not None and sender == joined.coordinator:
                 joined.heard_at = now
                 member.replan(plan, now)
-        elif (
-            joined is None
-            or (joined.round, joined.coordinator) != (plan.round, sender)
-            or not plan.names(self._me, joined.offer)
-        ):
-            if self._standing.history.of_round(plan.round) is None:
-                self._send(sender, Decline(round=plan.round))
+        elif (joined := self._joined_to(sender, plan.round)) is None or not plan.names(self._me, joined.offer):
+            self._decline(sender, plan.round)
         elif plan.parent == self._standing.head:
             joined.since = joined.heard_at = now
             self._member = Member(self._settings, self._me, plan, self._emit, now)
@@ -225,8 +220,7 @@ class Rounds:
     def on_current(self, sender: PeerId, message: Current, now: float) -> None:
         joined, member = self._joined, self.member(message.round)
         if joined is None or joined.round != message.round or joined.offer is None:
-            if self._standing.history.of_round(message.round) is None:
-                self._send(sender, Decline(round=message.round))
+            self._decline(sender, message.round)
         elif sender == joined.coordinator:
             joined.heard_at = now
             if member is not None and member.plan.version < message.version:
@@ -256,6 +250,7 @@ class Rounds:
         if joined is None or joined.round != message.round:
             return
         if sender == joined.coordinator or (inquiry is not None and message.aborted):
+            self.leadership.ended(joined.coordinator, joined.since, now)
             self._give_up(message.reason, now, aborted=message.aborted)
             if message.better is not None:
                 self._send_progress(message.better)
@@ -381,6 +376,11 @@ class Rounds:
         if self._joined is not None:
             return self._joined.coordinator
         return self._me if self.leadership.active else None
+
+    def _decline(self, coordinator: PeerId, round_id: RoundId) -> None:
+        """This peer is not in that round, unless that is decided: it may be in another one, or have been."""
+        if self._standing.history.of_round(round_id) is None:
+            self._send(coordinator, Decline(round=round_id, head=self._standing.head, better=self._engaged_with()))
 
     def _remember(self, round_id: RoundId, *, promised: bool) -> None:
         self._over[round_id] = promised or self._over.get(round_id, False)
