@@ -28,6 +28,25 @@ def sleep(spec: PeerSpec) -> None:
     time.sleep(600)
 
 
+def tells_fresh_memory(spec: PeerSpec) -> None:
+    """Train, and record each piece of memory that the engine does not have yet."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from lightning_hivemind.engine.native import memory
+    from swarm.peer_main import train
+
+    recorder = Recorder(spec)
+
+    def empty(count: int, dtype: type) -> object:
+        recorder.write("fresh", bytes=count)
+        return np.empty(count, dtype)
+
+    memory.np = SimpleNamespace(empty=empty, uint8=np.uint8)  # type: ignore[assignment]
+    train(spec)
+
+
 def batch_without_size(spec: PeerSpec) -> None:
     """Train on batches of a type that says nothing about its size."""
     import torch

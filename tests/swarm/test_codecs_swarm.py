@@ -52,6 +52,29 @@ def test_gradients_are_compressed_within_the_codecs_error(swarm: Swarm, name: st
         assert 1.5e-5 < apart(swarm, name, "grad_compression") < 2e-3, "with Float16 it would be 2e-6"
 
 
+@pytest.mark.parametrize("codec", ["NoCompression", "Float16Compression", "TopKCompression"])
+@ANY_ENGINE
+def test_steps_use_the_memory_of_those_before(swarm: Swarm, codec: str) -> None:
+    """A vector from the system for each step (its pages are cleared first) made float16 slower than float32."""
+    steps, warm = 24, 6
+    peers = swarm.start(
+        2,
+        scenario="swarm.scenarios:tells_fresh_memory",
+        strategy_code={"grad_compression": f"ours.{codec}()"},
+        model={"width": 512},
+        trainer={"max_steps": steps},
+        delay_s=0.05,
+    )
+    swarm.finish()
+    assert_complete(peers, range(1, steps + 1))
+    for peer in peers:
+        fresh = [(one["time"], one["bytes"]) for one in peer.said("fresh")]
+        vector = max(size for _, size in fresh)
+        assert vector > 4 * 512**2
+        since = [size for at, size in fresh if at > peer.said("EpochCommitted")[warm]["time"]]
+        assert sum(since) < 3 * vector, f"{sum(since) / vector:.1f} vectors in {steps - warm} steps"
+
+
 @pytest.mark.parametrize("name", OURS)
 @HIVEMIND_ONLY
 def test_parameters_are_compressed_within_the_codecs_error(swarm: Swarm, name: str) -> None:

@@ -40,8 +40,9 @@ log = logging.getLogger("lightning_hivemind")
 
 DETECT_S = 2.0
 INTRODUCTION_S = 5.0
-#: memory that is used again: what a peer gives, what comes of it, and what others give for its chunks
-KEPT_VECTORS = 3
+#: memory that is used again: what a peer gives, what comes of it, and what others give for its chunks, or (with codecs)
+#: what all give, encoded; and what was left out of both, and is given with what comes next
+KEPT_VECTORS, KEPT_LEFT_OUT = 3.5, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,9 +126,10 @@ def build(
             ", ".join(names),
         )
     layout = layout_of(gradients.elements)
-    memory.kept_bytes = KEPT_VECTORS * 4 * max(gradients.elements, gradients.whole)
     coded = [*coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), (gradients.marks, Exact())]
     codecs = per_chunk(coded, layout.spans)
+    kept = KEPT_VECTORS + KEPT_LEFT_OUT * any(codec.leaves_out for codec in codecs)
+    memory.kept_bytes = int(kept * 4 * max(gradients.elements, gradients.whole))
     me, reduces = network.peer_id, not arguments.client_mode
     settings = limits(arguments, run, layout)
     pace = Pace(arguments.target_batch_size, longest_s=longest_wait_s(arguments))
