@@ -5,6 +5,7 @@
     python benchmarks/run.py --averaging 50,100 --peers 2,4    # large gradients only; writes its own results
     make bench ARGS="--forecast 2,4,8"    # the simulator beside real peers on limited lines (needs root); likewise
     python benchmarks/run.py --joiner 50    # a late joiner of a large model; likewise
+    python benchmarks/run.py --averaging 50,100 --peers 2,4 --more    # and the repeats of its results so far
 
 All contenders take turns: a repeat runs each of them once (the slow ones
 of stock hivemind only in the first repeat), and a ratio compares two turns of the same repeat.
@@ -24,6 +25,7 @@ from pathlib import Path
 from bench_bars import bars_of_turns
 from bench_forecast import forecast_bars, forecast_specs, forecast_table
 from bench_joiner import Joiner, joiner_bars, joiner_table, run_joiner
+from bench_more import OtherMeasurement, both, turns_before
 from bench_plan import averaging_specs, full_plan, quick_plan
 from bench_results import Run, report, write
 from bench_spec import TurnSpec
@@ -46,8 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=40.0, help="begin no repeat that would probably end later (not --joiner)"
     )
+    parser.add_argument(
+        "--more", action="store_true", help="join the repeats with those of the results so far (not --joiner)"
+    )
     parser.add_argument("--keep", type=Path, help="existing folder in which the files of all processes are kept")
     options = parser.parse_args(arguments)
+    if options.more and (options.joiner or options.quick):
+        parser.error("--more: not with --joiner or --quick")
     name, plan, tables, bars_of = "foundation", full_plan(), all_tables, bars_of_turns
     if options.forecast:
         if why := why_no_lines():
@@ -61,16 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = quick_plan()
     limit_s = 0.0 if options.quick else 60 * options.minutes
     run, most_load = Run(), 0.0
+    try:
+        before = turns_before(name, plan, run.facts()) if options.more else []
+    except OtherMeasurement as error:
+        parser.error(str(error))
     if options.joiner:
         name, repeats = "joiner", 1 if options.quick else MOST_REPEATS
         joined = [one for repeat in range(repeats) for one in run_joiners(options.joiner, repeat, options.keep)]
         table, bars = joiner_table(joined), joiner_bars(joined)
         records = [{"millions": size, **asdict(one)} for size, one in joined]
     else:
-        turns = run_repeats(plan, limit_s, options.keep)
+        first = 1 + max((one.repeat for one in before), default=-1)
+        turns = before + run_repeats(plan, limit_s, options.keep, first)
         table, records, repeats = tables(turns), [asdict(turn) for turn in turns], 1 + max(one.repeat for one in turns)
         bars, most_load = bars_of(turns), max(turn.load for turn in turns)
     facts = run.facts(most_load=most_load, repeats=str(repeats))
+    facts = both(facts, name) if options.more else facts
     text = report("Benchmark", facts, table, bars)
     print(text)
     if not options.quick:
@@ -92,12 +105,12 @@ def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None) -> list[Turn]:
-    """At least one repeat; another one only if it fits into ``limit_s`` judging by the one before."""
+def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, first: int = 0) -> list[Turn]:
+    """At least one repeat, with the number ``first``; another only if it fits into ``limit_s`` judging by the last."""
     turns: list[Turn] = []
     begin, next_s = time.monotonic(), 0.0
-    for repeat in range(MOST_REPEATS):
-        if repeat and time.monotonic() - begin + next_s > limit_s:
+    for repeat in range(first, max(first + 1, MOST_REPEATS)):
+        if repeat > first and time.monotonic() - begin + next_s > limit_s:
             break
         for specs in plan:
             for spec in rotated([one for one in specs if not (one.once and repeat)], repeat):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ import bench_results
 import forks
 from bench_bars import Bar, at_most, bars_of_turns, bars_table, is_so
 from bench_joiner import Joiner, joiner_bars
+from bench_more import OtherMeasurement, both, turns_before
 from bench_plan import (
     ALONE,
     DDP,
@@ -346,3 +347,35 @@ class TestPlans:
     def test_every_case_has_ddp_to_compare_with(self) -> None:
         for specs in [*full_plan(), *quick_plan()]:
             assert {OURS, DDP} <= {one.contender for one in specs}
+
+
+def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench_more.RESULTS", tmp_path)
+    monkeypatch.setattr(bench_results, "RESULTS", tmp_path)
+    plan = [averaging_specs(1, 2)]
+    seen = Round(time=5.0, advanced=1, samples=8, contributors=2, fraction=1.0, wait_s=0.25)
+    measured = [
+        Turn(spec=spec, repeat=0, load=0.5, steps=6, step_s=0.5, cpu_s=0.25, rounds=[[seen]], history=[[seen, seen]])
+        for spec in plan[0]
+    ]
+    measured[0].step_s, measured[0].failure = math.nan, "no global step"
+    facts = {"date": "monday", "commit": "one", "repeats": "1", "cores": "2"}
+    with pytest.raises(OtherMeasurement, match="not there"):
+        turns_before("averaging", plan, facts)
+    write("averaging", "", facts, [], turns=[asdict(one) for one in measured])
+    found = turns_before("averaging", plan, {**facts, "commit": "two", "date": "tuesday"})
+    assert [one.spec for one in found] == plan[0]
+    assert math.isnan(found[0].step_s)
+    assert (found[1].step_s, found[1].repeat, found[1].failure) == (0.5, 0, "")
+    (again,) = found[1].all_rounds
+    assert replace(again, time=5.0) == seen
+    assert both({**facts, "commit": "two", "date": "tuesday", "repeats": "2"}, "averaging") == {
+        "date": "monday; tuesday",
+        "commit": "one; two",
+        "repeats": "2",
+        "cores": "2",
+    }
+    with pytest.raises(OtherMeasurement, match="cores '2', this is '4'"):
+        turns_before("averaging", plan, {**facts, "cores": "4"})
+    with pytest.raises(OtherMeasurement, match="other turns"):
+        turns_before("averaging", [averaging_specs(1, 4)], facts)
