@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hivemind.engine.native.protocol.actions import Called, CatchUp, GiveUp, Send
-from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import (
     Accuse,
     Ask,
@@ -303,15 +303,56 @@ def test_who_has_held_up_a_round_does_not_call_the_next_one() -> None:
 def test_who_comes_from_elsewhere_does_not_lead_before_it_knows_whom_it_cannot_reach() -> None:
     """After a partition it reaches some of the others first: those that it does not would be left out of its rounds."""
     table = three()
-    better, worse, _ = by_rank(["a", "b", "c"], "run")
-    ends = {better, worse}
-    table.hold = lambda sender, receiver, _: {sender, receiver} == ends
+    for _ in range(ARRIVES_STEPS + 1):
+        table.train(a=8, b=8, c=8)
+        table.flow()
+    head = table.peers["a"].head
+    assert head is not None
+    away = Head(epoch=head.epoch, lineage=b"l" * 32, samples=head.samples - 1)
+    better, worse, between = by_rank(["a", "b", "c"], "run", head.epoch)
+    table.hold = lambda sender, receiver, _: {sender, receiver} == {better, worse}
+    table.peers[better].adopt(away, (), table.now)
     table.peers[better].lost(worse, table.now)
     table.peers[worse].lost(better, table.now)
+    table.peers[better].adopt(head, (), table.now)
+    table.flow()
     table.train(a=8, b=8, c=8)
-    table.wait(2.0)
-    (commit,) = {commits[0] for commits in table.applied.values()}
-    assert {one.peer for one in commit.contributions} == {"a", "b", "c"}
+    table.flow()
+    steps = {name: commits[ARRIVES_STEPS + 1 :] for name, commits in table.applied.items()}
+    assert steps[worse] == steps[between]
+    assert {one.peer for one in steps[worse][0].contributions} >= {worse, between}
+
+
+def test_who_is_taken_out_of_a_round_that_is_committed_ends_the_one_that_it_went_to() -> None:
+    """Its step is made: one beside it would fork the lineage."""
+    table = three()
+    for _ in range(ARRIVES_STEPS):
+        table.train(a=8, b=8, c=8)
+        table.flow()
+    better, worse, between = by_rank(["a", "b", "c"], "run", ARRIVES_STEPS)
+    table.peers[better].lost(worse, table.now)
+    table.peers[worse].lost(better, table.now)
+    table.hold = lambda sender, receiver, what: (
+        {sender, receiver} == {better, worse}
+        or (isinstance(what, Begin) and receiver == between)
+        or (isinstance(what, Decline) and sender == between)
+    )
+    table.train(**{worse: 16})
+    table.flow()
+    (begun,) = [what for *_, what in table.held if isinstance(what, Begin)]
+    head = table.peers[between].head
+    assert head is not None
+    other = Commit(
+        round=b"o" * 16,
+        parent=head,
+        contributions=(Contribution(peer=better, number=1, samples=40),),
+        digest=b"d" * 16,
+    )
+    table.hold = lambda sender, receiver, _: {sender, receiver} == {better, worse}
+    table.read(better, between, Committed(commit=other))
+    table.flow()
+    assert table.applied[between][-1] == other
+    assert all(one.round != begun.plan.round for one in table.applied[worse]), "the lineage has forked"
 
 
 def test_a_call_of_an_earlier_attempt_does_not_throw_a_member_out_of_its_round() -> None:

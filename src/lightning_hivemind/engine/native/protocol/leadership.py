@@ -103,21 +103,22 @@ class Leadership:
         to, reason = self._better(sender, message)
         if gathering is not None:
             gathering.drop(sender)
+            if to is not None:
+                self._yield(to, reason, now)
         elif leading is not None and to is not None:
             leading.abort(reason)
         elif leading is not None:
             leading.lost(sender, "it has left the round")
-        if to is not None:
-            self._yield(to, reason, now)
 
     def _better(self, sender: PeerId, message: Decline) -> tuple[PeerId | None, str]:
         """Who has a round at this head, or is ahead of it, in words, too: one beside it would fork the lineage."""
         mine, theirs = self._standing.head, message.head
-        if message.better not in (None, self._me):
-            return message.better, "another round is under way"
-        if theirs is None or mine is None or theirs == mine or theirs in self._standing.given_up:
-            return None, ""  # (where nobody can get: whoever is there will give it up, too)
-        return (sender, "others are ahead") if theirs.outweighs(mine) else (None, "")
+        if theirs is None or mine is None or theirs == mine:
+            better = message.better if message.better != self._me else None
+            return better, "another round is under way"
+        # (where nobody can get: whoever is there will give it up, too)
+        ahead = theirs not in self._standing.given_up and theirs.outweighs(mine)
+        return sender if ahead else None, "others are ahead"
 
     def on_done(self, sender: PeerId, message: Done, now: float) -> None:
         leading = self.coordinator(message.round)
@@ -218,7 +219,7 @@ class Leadership:
             return
         if coordinator == self._me:
             self._hold_until = now + self._settings.matchmaking_s
-        else:
+        elif not self._roster.is_fitter(coordinator):
             self._roster.let_pass(coordinator)
 
     def elsewhere(self) -> None:

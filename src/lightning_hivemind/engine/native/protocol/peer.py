@@ -126,7 +126,7 @@ class Peer:
         if head == self.head:  # others are ahead, and their state is out of reach: go on from here
             self._standing.catching_up_to = None
         else:
-            self._rounds.leave("this peer has taken another state", now)
+            self._rounds.leave("this peer has taken another state", now, head=head)
             self._standing.adopt(head, commits)
             self._roster.arrived()
             self._roster.samples = 0  # the driver says how many it has there
@@ -312,7 +312,7 @@ class Peer:
             head, commits = commits[0].head, commits[1:]
         goal = self._standing.catching_up_to or head
         if message.head.outweighs(head) and message.head.outweighs(goal):
-            self._rounds.leave("others are ahead", now)
+            self._rounds.leave("others are ahead", now, head=message.head)
             self._standing.catching_up_to = message.head
             self._emit(CatchUp(head=message.head, source=sender, commits=commits))
 

@@ -14,8 +14,9 @@ NEVER = float("-inf")
 SURELY_LIVES = 3
 #: counted among the cuts of a peer with a slow line, to receive or to send: among equals it does not lead
 RECEIVES_SLOWLY, SENDS_SLOWLY = 1 << 20, 1 << 21
-#: steps after coming from elsewhere in which a peer cannot know yet which of those that it had lost live
-ARRIVES_STEPS = SURELY_LIVES + 1
+#: the same, where a peer has come from elsewhere and does not know yet whether those that it had lost live: for so many
+#: steps
+MAY_BE_CUT, ARRIVES_STEPS = 1 << 19, SURELY_LIVES + 1
 #: who was lost so long ago, and has published nothing since, will not: whoever comes back is as one that is new
 FORGET_S = 600.0
 
@@ -26,7 +27,7 @@ class Place:
 
     Attributes:
         reduces: others can connect to it.
-        cuts: to how many peers that live it has no connection; see :data:`ARRIVES_STEPS`, :data:`SENDS_SLOWLY`.
+        cuts: to how many peers that live it has no connection; see :data:`MAY_BE_CUT`, :data:`SENDS_SLOWLY`.
         stamp: when it was made, in any one clock of that peer.
     """
 
@@ -243,9 +244,10 @@ class Roster:
 
     def cuts_besides(self, peer: PeerId) -> int:
         """:attr:`cuts`, without that to this one."""
-        cut = self.out_of_reach if self._steps_here < ARRIVES_STEPS else self.cut
+        cut = set(self.cut) - {peer}
+        may_be = self._steps_here < ARRIVES_STEPS and bool(set(self.out_of_reach) - cut - {peer})
         slow = self.receives_slowly * RECEIVES_SLOWLY + self.sends_slowly * SENDS_SLOWLY
-        return len(cut) - (peer in cut) + slow
+        return len(cut) + may_be * MAY_BE_CUT + slow
 
     @property
     def out_of_reach(self) -> tuple[PeerId, ...]:
@@ -276,19 +278,23 @@ class Roster:
     def outranks(self, one: PeerId, other: PeerId, epoch: int) -> bool:
         return self._order(one, epoch) < self._order(other, epoch)
 
-    def _order(self, peer: PeerId, epoch: int) -> tuple[tuple[bool, int, bool], bytes]:
+    def is_fitter(self, one: PeerId) -> bool:
+        """Than this peer, to lead a round."""
+        return self._unfit(one) < self._unfit(self._me)
+
+    def _order(self, peer: PeerId, epoch: int) -> tuple[tuple[bool, int, bool, bool], bytes]:
         """Of candidates: by fitness, then by rank."""
         return self._unfit(peer), rank(self._run, epoch, peer)
 
-    def _unfit(self, peer: PeerId) -> tuple[bool, int, bool]:
-        """How little it can lead a round: nobody can connect to it, it is cut off from so many, it is slow."""
+    def _unfit(self, peer: PeerId) -> tuple[bool, int, bool, bool]:
+        """How little it can lead: nobody can reach it, it is cut off from so many, it is slow, or may be cut."""
         if peer == self._me:
             reduces, cuts = self._reduces, self.cuts
         elif (seen := self._seen.get(peer)) is not None:
             reduces, cuts = seen.reduces, seen.cuts
         else:
-            return True, 0, True  # it was forgotten since
-        return not reduces, cuts % RECEIVES_SLOWLY, cuts >= RECEIVES_SLOWLY
+            return True, 0, True, True  # it was forgotten since
+        return not reduces, cuts % MAY_BE_CUT, cuts >= RECEIVES_SLOWLY, bool(cuts & MAY_BE_CUT)
 
     def enough(self, head: Head) -> bool:
         """Whether a round is due."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Called, GiveUp, Send, TellGone
 from lightning_hivemind.engine.native.protocol.inquiry import Inquiry
 from lightning_hivemind.engine.native.protocol.leadership import Leadership
-from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId, can_be_summed
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, can_be_summed
 from lightning_hivemind.engine.native.protocol.member import Member
 from lightning_hivemind.engine.native.protocol.messages import (
     Ask,
@@ -250,10 +250,12 @@ class Rounds:
         if joined is None or joined.round != message.round:
             return
         if sender == joined.coordinator or (inquiry is not None and message.aborted):
-            self.leadership.ended(joined.coordinator, joined.since, now)
+            if message.aborted:
+                self.leadership.ended(joined.coordinator, joined.since, now)
             self._give_up(message.reason, now, aborted=message.aborted)
             if message.better is not None:
-                self._send_progress(message.better)
+                assert self._standing.head is not None
+                self._send(message.better, self._roster.progress(self._standing.head))
         elif inquiry is not None:
             inquiry.undecided(sender)
 
@@ -306,7 +308,7 @@ class Rounds:
         self._roster.receives_slowly = self.trailing.expected
         mine = next((one for one in commit.contributions if one.peer == self._me), None)
         if joined is not None and joined.round != commit.round:
-            self.leave("the others have committed another round", now)
+            self.leave("the others have committed another round", now, head=commit.head)
             joined = None
         led = self.leadership.coordinator(commit.round) is not None
         self._joined, self._member, self._inquiry = None, None, None
@@ -328,19 +330,20 @@ class Rounds:
         if joined is not None and joined.next_call is not None:
             self.on_call(*joined.next_call, now)
 
-    def leave(self, reason: str, now: float, better: PeerId | None = None) -> None:
-        """Get out of whatever this peer is in; ``better`` is the coordinator that it goes to instead."""
+    def leave(self, reason: str, now: float, better: PeerId | None = None, head: Head | None = None) -> None:
+        """Get out of whatever this peer is in; it goes to ``better``, another coordinator, or to ``head`` instead."""
         self.leadership.resign(reason)
         if better != self._me:
             self.leadership.dismiss(reason, now, better)
         if self._joined is not None:
-            self._send(self._joined.coordinator, Decline(round=self._joined.round, better=better))
+            self._send(self._joined.coordinator, Decline(round=self._joined.round, head=head, better=better))
             self._give_up(reason, now, aborted=False)
 
     def _coordinator_lost(self, now: float) -> None:
         joined, head = self._joined, self._standing.head
         assert joined is not None
         assert head is not None
+        self.leadership.ended(joined.coordinator, joined.since, now)
         if self._member is None:
             self._give_up("the coordinator is lost", now, aborted=False)
             return
@@ -391,10 +394,6 @@ class Rounds:
     def _ask(self, joined: Joined) -> None:
         assert self._standing.head is not None
         self._send(joined.coordinator, Ask(round=joined.round, head=self._standing.head))
-
-    def _send_progress(self, to: PeerId) -> None:
-        assert self._standing.head is not None
-        self._send(to, self._roster.progress(self._standing.head))
 
     def _send(self, to: PeerId, message: Message) -> None:
         self._emit(Send(to=to, message=message))
