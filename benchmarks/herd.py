@@ -160,14 +160,19 @@ class Herd:
         return sorted(epoch for epoch, found in digests.items() if len(found) > 1)
 
     def counted_twice(self) -> int:
-        """Samples of which peers say that they are in steps, or lost, beyond those of their batches."""
+        """Samples of which peers say that they are in steps, handed over or lost, beyond those of their batches and
+        those that others have handed to them.
+        """
+        told = [json_lines(self.folder / f"peer{number}.events.jsonl") for number in range(self._count)]
+        ids = [next((one["peer_id"] for one in events if one["event"] == "PeerStarted"), "") for events in told]
+        handed = [one for events in told for one in events if one["event"] == "GradientHandedOver"]
         twice = 0
-        for number in range(self._count):
-            events = json_lines(self.folder / f"peer{number}.events.jsonl")
-            made = BATCH * sum(one["event"] == "BatchAccumulated" for one in events)
-            used = sum(one["samples"] for one in events if one["event"] == "EpochCommitted")
+        for peer_id, events in zip(ids, told, strict=True):
+            had = BATCH * sum(one["event"] == "BatchAccumulated" for one in events)
+            had += sum(one["samples"] for one in handed if one["peer"] == peer_id)
+            used = sum(one["samples"] for one in events if one["event"] in ("EpochCommitted", "GradientHandedOver"))
             used += sum(one["samples_lost"] for one in events if one["event"] == "RoundMissed")
-            twice += max(0, used - made)
+            twice += max(0, used - had)
         return twice
 
     def await_steps(self, peer: Peer, count: int, timeout_s: float = START_S) -> None:

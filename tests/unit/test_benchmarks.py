@@ -51,6 +51,7 @@ from bench_stats import (
 )
 from bench_tables import all_tables
 from bench_turn import NO_STEP, Turn
+from herd import BATCH, Herd
 
 WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wait_s=0.5)
 
@@ -379,3 +380,23 @@ def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: 
         turns_before("averaging", plan, {**facts, "cores": "4"})
     with pytest.raises(OtherMeasurement, match="other turns"):
         turns_before("averaging", [averaging_specs(1, 4)], facts)
+
+
+def test_what_was_handed_to_another_peer_is_not_counted_twice() -> None:
+    batch, step = {"event": "BatchAccumulated"}, {"event": "EpochCommitted"}
+    with Herd() as herd:
+        herd._count = 2
+
+        def twice(**samples: int) -> int:
+            slow = [{"event": "PeerStarted", "peer_id": "slow"}, batch, batch]
+            slow.append({"event": "GradientHandedOver", "peer": "quick", "samples": samples["handed"]})
+            quick = [{"event": "PeerStarted", "peer_id": "quick"}, batch, {**step, "samples": samples["quick"]}]
+            slow.append({"event": "RoundMissed", "samples_lost": samples["lost"]})
+            for number, events in enumerate((slow, quick)):
+                text = "".join(json.dumps(one) + "\n" for one in events)
+                (herd.folder / f"peer{number}.events.jsonl").write_text(text, encoding="utf-8")
+            return herd.counted_twice()
+
+        assert twice(handed=2 * BATCH, quick=3 * BATCH, lost=0) == 0
+        assert twice(handed=2 * BATCH, quick=3 * BATCH, lost=BATCH) == BATCH
+        assert twice(handed=BATCH, quick=3 * BATCH, lost=BATCH) == BATCH
