@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from bench_results import RESULTS
@@ -21,8 +20,10 @@ class OtherMeasurement(ValueError):
     """What was measured before cannot be joined with what is measured now."""
 
 
-def turns_before(name: str, plan: Sequence[Sequence[TurnSpec]], facts: Mapping[str, str]) -> list[Turn]:
-    """Those of ``results/<name>.json``; ``facts`` are of this machine.
+def measured_before(
+    name: str, plan: Sequence[Sequence[TurnSpec]], facts: Mapping[str, str]
+) -> tuple[list[Turn], dict[str, str]]:
+    """The turns of ``results/<name>.json``, and its facts; ``facts`` are of this machine.
 
     Raises OtherMeasurement: there is none, or it is of another plan, machine or version of a package.
     """
@@ -37,25 +38,25 @@ def turns_before(name: str, plan: Sequence[Sequence[TurnSpec]], facts: Mapping[s
     asked = [spec for specs in plan for spec in specs]
     if unknown := next((turn.spec for turn in turns if turn.spec not in asked), None):
         raise OtherMeasurement(f"--more: {path.name} has other turns, such as {unknown}; give the same arguments")
-    return turns
+    return turns, {fact: found[fact] for fact in _OWN}
 
 
-def both(facts: Mapping[str, str], name: str) -> dict[str, str]:
-    """``facts`` of what was measured now, with those that ``results/<name>.json`` says of what was before."""
-    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def both(before: Mapping[str, str], facts: Mapping[str, str]) -> dict[str, str]:
+    """``facts`` of all turns, with those that were of the first of them only."""
     return {
-        fact: f"{found[fact]}; {value}" if fact in _OWN and fact != "repeats" else value
+        fact: f"{before[fact]}; {value}" if fact in before and fact != "repeats" else value
         for fact, value in facts.items()
     }
 
 
 def _turn(record: Mapping[str, Any]) -> Turn:
-    values = {name: math.nan if value is None else value for name, value in record.items()}
-    for name in ("rounds", "history"):
-        values[name] = [[_round(one) for one in peer] for peer in record[name]]
-    return Turn(**{**values, "spec": TurnSpec(**record["spec"])})
+    rounds = {
+        name: [[Round(**{"time": math.nan, **_numbers(one)}) for one in peer] for peer in record[name]]
+        for name in ("rounds", "history")
+    }
+    return Turn(**{**_numbers(record), **rounds, "spec": TurnSpec(**record["spec"])})
 
 
-def _round(record: Mapping[str, Any]) -> Round:
-    """Of which it was not kept when it was."""
-    return Round(**{one.name: math.nan if record.get(one.name) is None else record[one.name] for one in fields(Round)})
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Undoes what :func:`.plain` makes of those that JSON does not have."""
+    return {name: math.nan if value is None else value for name, value in record.items()}

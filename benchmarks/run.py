@@ -25,7 +25,7 @@ from pathlib import Path
 from bench_bars import bars_of_turns
 from bench_forecast import forecast_bars, forecast_specs, forecast_table
 from bench_joiner import Joiner, joiner_bars, joiner_table, run_joiner
-from bench_more import OtherMeasurement, both, turns_before
+from bench_more import OtherMeasurement, both, measured_before
 from bench_plan import averaging_specs, full_plan, quick_plan
 from bench_results import Run, report, write
 from bench_spec import TurnSpec
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     limit_s = 0.0 if options.quick else 60 * options.minutes
     run, most_load = Run(), 0.0
     try:
-        before = turns_before(name, plan, run.facts()) if options.more else []
+        before, facts_before = measured_before(name, plan, run.facts()) if options.more else ([], {})
     except OtherMeasurement as error:
         parser.error(str(error))
     if options.joiner:
@@ -82,8 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         turns = before + run_repeats(plan, limit_s, options.keep, first)
         table, records, repeats = tables(turns), [asdict(turn) for turn in turns], 1 + max(one.repeat for one in turns)
         bars, most_load = bars_of(turns), max(turn.load for turn in turns)
-    facts = run.facts(most_load=most_load, repeats=str(repeats))
-    facts = both(facts, name) if options.more else facts
+    facts = both(facts_before, run.facts(most_load=most_load, repeats=str(repeats)))
     text = report("Benchmark", facts, table, bars)
     print(text)
     if not options.quick:

@@ -19,7 +19,7 @@ import bench_results
 import forks
 from bench_bars import Bar, at_most, bars_of_turns, bars_table, is_so
 from bench_joiner import Joiner, joiner_bars
-from bench_more import OtherMeasurement, both, turns_before
+from bench_more import OtherMeasurement, both, measured_before
 from bench_plan import (
     ALONE,
     DDP,
@@ -360,26 +360,39 @@ def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: 
         for spec in plan[0]
     ]
     measured[0].step_s, measured[0].failure = math.nan, "no global step"
-    facts = {"date": "monday", "commit": "one", "repeats": "1", "cores": "2"}
+    facts = {
+        "date": "monday",
+        "commit": "one",
+        "repeats": "1",
+        "cores": "2",
+        "command": "a",
+        "duration": "b",
+        "load": "c",
+    }
     with pytest.raises(OtherMeasurement, match="not there"):
-        turns_before("averaging", plan, facts)
+        measured_before("averaging", plan, facts)
     write("averaging", "", facts, [], turns=[asdict(one) for one in measured])
-    found = turns_before("averaging", plan, {**facts, "commit": "two", "date": "tuesday"})
+    later = {**facts, "commit": "two", "date": "tuesday", "repeats": "2"}
+    found, before = measured_before("averaging", plan, later)
     assert [one.spec for one in found] == plan[0]
     assert math.isnan(found[0].step_s)
     assert (found[1].step_s, found[1].repeat, found[1].failure) == (0.5, 0, "")
     (again,) = found[1].all_rounds
     assert replace(again, time=5.0) == seen
-    assert both({**facts, "commit": "two", "date": "tuesday", "repeats": "2"}, "averaging") == {
+    assert both(before, later) == {
         "date": "monday; tuesday",
         "commit": "one; two",
         "repeats": "2",
         "cores": "2",
+        "command": "a; a",
+        "duration": "b; b",
+        "load": "c; c",
     }
+    assert both({}, later) == later
     with pytest.raises(OtherMeasurement, match="cores '2', this is '4'"):
-        turns_before("averaging", plan, {**facts, "cores": "4"})
+        measured_before("averaging", plan, {**facts, "cores": "4"})
     with pytest.raises(OtherMeasurement, match="other turns"):
-        turns_before("averaging", [averaging_specs(1, 4)], facts)
+        measured_before("averaging", [averaging_specs(1, 4)], facts)
 
 
 def test_what_was_handed_to_another_peer_is_not_counted_twice() -> None:

@@ -255,24 +255,30 @@ def test_a_peer_does_not_count_its_own_samples_twice() -> None:
     assert table.peers[SECOND].swarm_samples == 45
 
 
-@pytest.mark.parametrize("heard", [Decline, Begin], ids=["as it leaves", "when it hears of the plan"])
-def test_a_round_that_a_member_has_left_for_another_one_does_not_go_on_beside_that(heard: type) -> None:
-    """Two that cannot reach one another call the one between them: else each would make the step by itself."""
+def two_around_one() -> tuple[Table, str, str, str]:
+    """Three that have made some steps; who leads now, and who would next, have lost one another; and the third."""
     table = three()
     for _ in range(ARRIVES_STEPS):
         table.train(a=8, b=8, c=8)
         table.flow()
     better, worse, between = by_rank(["a", "b", "c"], "run", ARRIVES_STEPS)
-    ends = {better, worse}
     table.peers[better].lost(worse, table.now)
     table.peers[worse].lost(better, table.now)
+    return table, better, worse, between
+
+
+@pytest.mark.parametrize("heard", [Decline, Begin], ids=["as it leaves", "when it hears of the plan"])
+def test_a_round_that_a_member_has_left_for_another_one_does_not_go_on_beside_that(heard: type) -> None:
+    """Two that cannot reach one another call the one between them: else each would make the step by itself."""
+    table, better, worse, between = two_around_one()
     left: set[str] = set()
 
     def late(sender: str, receiver: str, what: object) -> bool:
         if isinstance(what, Decline) and heard is Begin and not left:
             left.add(sender)  # that it leaves is lost
             return True
-        return {sender, receiver} == ends or (isinstance(what, Begin) and (sender, receiver) == (worse, between))
+        begins = isinstance(what, Begin) and (sender, receiver) == (worse, between)
+        return {sender, receiver} == {better, worse} or begins
 
     table.hold = late
     table.train(**{worse: 16})
@@ -325,13 +331,7 @@ def test_who_comes_from_elsewhere_does_not_lead_before_it_knows_whom_it_cannot_r
 
 def test_who_is_taken_out_of_a_round_that_is_committed_ends_the_one_that_it_went_to() -> None:
     """Its step is made: one beside it would fork the lineage."""
-    table = three()
-    for _ in range(ARRIVES_STEPS):
-        table.train(a=8, b=8, c=8)
-        table.flow()
-    better, worse, between = by_rank(["a", "b", "c"], "run", ARRIVES_STEPS)
-    table.peers[better].lost(worse, table.now)
-    table.peers[worse].lost(better, table.now)
+    table, better, worse, between = two_around_one()
     table.hold = lambda sender, receiver, what: (
         {sender, receiver} == {better, worse}
         or (isinstance(what, Begin) and receiver == between)
