@@ -160,19 +160,22 @@ class Herd:
         return sorted(epoch for epoch, found in digests.items() if len(found) > 1)
 
     def counted_twice(self) -> int:
-        """Samples of which peers say that they are in steps, handed over or lost, beyond those of their batches and
-        those that others have handed to them.
+        """Samples that are in steps, with other peers or lost, beyond those of a peer's batches and those that others
+        have handed to it, as all of them say.
         """
         told = [json_lines(self.folder / f"peer{number}.events.jsonl") for number in range(self._count)]
-        ids = [next((one["peer_id"] for one in events if one["event"] == "PeerStarted"), "") for events in told]
-        handed = [one for events in told for one in events if one["event"] == "GradientHandedOver"]
+        carried = [one for events in told for one in events if one["event"] == "GradientCarried"]
         twice = 0
-        for peer_id, events in zip(ids, told, strict=True):
+        for events in told:
+            me = next((one["peer_id"] for one in events if one["event"] == "PeerStarted"), "")
+            given = sum(one["samples"] for one in events if one["event"] == "EpochCommitted")
+            handed = sum(one["samples"] for one in events if one["event"] == "GradientHandedOver")
+            lost = sum(one["samples_lost"] for one in events if one["event"] == "RoundMissed")
             had = BATCH * sum(one["event"] == "BatchAccumulated" for one in events)
-            had += sum(one["samples"] for one in handed if one["peer"] == peer_id)
-            used = sum(one["samples"] for one in events if one["event"] in ("EpochCommitted", "GradientHandedOver"))
-            used += sum(one["samples_lost"] for one in events if one["event"] == "RoundMissed")
-            twice += max(0, used - had)
+            had += sum(one["samples"] for one in events if one["event"] == "GradientCarried")
+            # who was killed, or has lost the other one, has not told of all that others carry
+            gone = max(handed + lost, sum(one["samples"] for one in carried if one["peer"] == me))
+            twice += max(0, given + gone - had)
         return twice
 
     def await_steps(self, peer: Peer, count: int, timeout_s: float = START_S) -> None:

@@ -38,7 +38,7 @@ RESTART_S, FROZEN_S = 20.0, 6.0
 SETTLED_S = 60.0
 SAMPLE_S = 5.0
 #: events that are counted
-TOLD = ("RoundMissed", "RoundIncomplete", "StateLoaded", "StepsUndone", "ParametersDiffered", "GradientHandedOver")
+TOLD = ("RoundMissed", "RoundIncomplete", "StateLoaded", "StepsUndone", "ParametersDiffered", "GradientCarried")
 #: the longest that the swarm may make no step
 STILL_S = 20.0
 #: over so many steps losses are averaged, and by how much they may be above those without events

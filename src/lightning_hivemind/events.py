@@ -167,7 +167,10 @@ class RoundIncomplete(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundMissed(Event):
-    """The swarm finished ``epoch`` without ``samples_lost`` of this peer, which are in no step; ``reason`` says why."""
+    """The swarm finished ``epoch`` without ``samples_lost`` of this peer, which are in no step; ``reason`` says why.
+
+    (Of a gradient that was handed to another peer, which was lost before it said whether it has it, that is not known.)
+    """
 
     level: ClassVar[int] = logging.WARNING
     sentence: ClassVar[str] = (
@@ -203,6 +206,21 @@ class GradientHandedOver(Event):
     peer: str
     samples: int
     duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientCarried(Event):
+    """With ``engine="native"``: ``peer``, whose line is slow, has handed the gradient of ``samples`` to this peer.
+
+    It gives them to a step with its own, and they are counted among these from now on.
+    """
+
+    sentence: ClassVar[str] = (
+        "global step {epoch}: the gradient of {samples} samples of peer {peer}, whose line is slow, goes by this one"
+    )
+    epoch: int
+    peer: str
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -61,6 +61,8 @@ def test_who_sends_slowly_hands_its_gradient_to_another_one(swarm: Swarm) -> Non
         told = sum(one["samples"] for one in handed)
         told_since = sum(one["samples"] for one in slow.said("GradientHandedOver"))
         assert 0.5 * told < given - own <= told_since, "what it handed over is in steps, and once"
+        carried = sum(one["samples"] for peer in quick for one in peer.said("GradientCarried"))
+        assert carried >= told, "and whoever had it has said so"
         assert not [one for peer in quick for one in peer.said("RoundMissed")]
 
 

@@ -403,13 +403,20 @@ def test_what_was_handed_to_another_peer_is_not_counted_twice() -> None:
         def twice(**samples: int) -> int:
             slow = [{"event": "PeerStarted", "peer_id": "slow"}, batch, batch]
             slow.append({"event": "GradientHandedOver", "peer": "quick", "samples": samples["handed"]})
-            quick = [{"event": "PeerStarted", "peer_id": "quick"}, batch, {**step, "samples": samples["quick"]}]
             slow.append({"event": "RoundMissed", "samples_lost": samples["lost"]})
+            slow.append({**step, "samples": samples["slow"]})
+            quick = [{"event": "PeerStarted", "peer_id": "quick"}, batch]
+            quick.append({"event": "GradientCarried", "peer": "slow", "samples": samples["carried"]})
+            quick.append({**step, "samples": samples["quick"]})
             for number, events in enumerate((slow, quick)):
                 text = "".join(json.dumps(one) + "\n" for one in events)
                 (herd.folder / f"peer{number}.events.jsonl").write_text(text, encoding="utf-8")
             return herd.counted_twice()
 
-        assert twice(handed=2 * BATCH, quick=3 * BATCH, lost=0) == 0
-        assert twice(handed=2 * BATCH, quick=3 * BATCH, lost=BATCH) == BATCH
-        assert twice(handed=BATCH, quick=3 * BATCH, lost=BATCH) == BATCH
+        two, three = 2 * BATCH, 3 * BATCH
+        assert twice(handed=two, lost=0, slow=0, carried=two, quick=three) == 0
+        assert twice(handed=two, lost=BATCH, slow=0, carried=two, quick=three) == BATCH
+        assert twice(handed=0, lost=two, slow=0, carried=two, quick=three) == 0, "the other one was lost, and came back"
+        assert twice(handed=0, lost=0, slow=0, carried=two, quick=three) == 0, "killed before it could tell"
+        assert twice(handed=0, lost=0, slow=BATCH, carried=two, quick=three) == BATCH, "given by both"
+        assert twice(handed=BATCH, lost=0, slow=0, carried=BATCH, quick=three) == BATCH

@@ -85,7 +85,7 @@ class Trainee:
     def handed_over(self, to: str, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
         self.outcomes.append((to, outcome))
 
-    def carry(self, parcel: Parcel) -> bool:
+    def carry(self, of: str, parcel: Parcel) -> bool:
         self.carried.append(parcel)
         return not self.too_old(parcel.epoch)
 

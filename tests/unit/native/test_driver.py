@@ -99,7 +99,7 @@ class Trainee:
         self.outcomes.append((to, outcome))
         self.samples = self.samples if outcome is Outcome.BACK else 0
 
-    def carry(self, parcel: Parcel) -> bool:
+    def carry(self, of: str, parcel: Parcel) -> bool:
         self.carried.append(parcel)
         return True
 

@@ -19,8 +19,9 @@ from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of, shares
-from lightning_hivemind.engine.native.seam import Outcome
+from lightning_hivemind.engine.native.seam import Outcome, Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.steps import Carried
 from lightning_hivemind.errors import SwarmError
 
 ROOT = Head.root("run", "founder")
@@ -595,6 +596,17 @@ def test_who_has_not_the_swarms_state_neither_hands_over_nor_carries(desk: Desk)
     assert desk.handover.hand_over(0.1) is None
     assert not desk.handover.carries
     assert not Desk(gives=False).handover.carries
+
+
+def test_who_carries_anothers_gradient_tells_of_it(desk: Desk) -> None:
+    desk.add(8)
+    parcel = Parcel(torch.ones(desk.gradients.whole), 4, 0)
+    assert desk.handover.carry("slow", parcel)
+    (carried,) = desk.handover.take_handed()
+    assert carried == Carried("slow", 4)
+    assert not desk.handover.carry("slow", Parcel(parcel.values, 4, -100))
+    assert not desk.handover.take_handed(), "it is too old"
+    assert desk.give().samples == 12
 
 
 def test_what_comes_back_is_given_to_rounds_again(desk: Desk) -> None:

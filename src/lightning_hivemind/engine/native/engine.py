@@ -211,6 +211,7 @@ class NativeEngine:
                 self._reports.round_failed(epoch, reason)
             handover.check()
             while (step := self._next_step(handover)) is not None:
+                self._report_handed(handover)  # of others, too, that may be in it
                 self._apply(step)
                 committed = True
             lost += handover.take_lost()
@@ -219,8 +220,7 @@ class NativeEngine:
                 lost = 0
             if refused := handover.take_refused():
                 self._reports.refused(self.epoch, refused)
-            for handed in handover.take_handed():
-                self._reports.handed_over(self.epoch, handed)
+            self._report_handed(handover)
             if handover.owes and not self._owes_nothing(handover):
                 continue
             with handover.changed:
@@ -244,6 +244,10 @@ class NativeEngine:
                 what = f"the round of epoch {self.epoch}"
                 self._events.emit(Waiting(what=what, elapsed_s=now - began, limit_s=self._limit_s))
         return committed
+
+    def _report_handed(self, handover: Handover) -> None:
+        for handed in handover.take_handed():
+            self._reports.handed_over(self.epoch, handed)
 
     def _next_step(self, handover: Handover) -> Step | None:
         """None after that with which all stop."""

@@ -20,7 +20,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.spill import on_disk
-from lightning_hivemind.engine.native.steps import Handed, Step
+from lightning_hivemind.engine.native.steps import Carried, Handed, Step
 from lightning_hivemind.engine.native.trail import Decided
 from lightning_hivemind.errors import SwarmError
 
@@ -75,8 +75,8 @@ class Handover:
         #: since when no batch could begin for rounds
         self._since: float | None = None
         self.owes = self.under_way = self.stop_wanted = self.hands_over = False
-        #: what became of what it handed to other peers
-        self._handed: list[Handed] = []
+        #: what became of what it handed to other peers, and what others have handed to it
+        self._handed: list[Handed | Carried] = []
         self.stops_at: int | None = None
 
     # ------------------------------------------------------------------ the rounds' thread
@@ -208,8 +208,12 @@ class Handover:
             if outcome is Outcome.TAKEN:
                 self._failures.clear()
 
-    def carry(self, parcel: Parcel) -> bool:
-        return self._gradients.carry(parcel)
+    def carry(self, of: PeerId, parcel: Parcel) -> bool:
+        with self.changed:  # it is told of before the step that has it is there to be made
+            carried = self._gradients.carry(parcel)
+            if carried:
+                self._handed.append(Carried(of, parcel.samples))
+            return carried
 
     def too_old(self, epoch: int) -> bool:
         return self._gradients.too_old(epoch)
@@ -360,8 +364,8 @@ class Handover:
             lost, self._lost = self._lost, 0
             return lost
 
-    def take_handed(self) -> list[Handed]:
-        """What became of gradients that were handed to other peers, since this was asked last."""
+    def take_handed(self) -> list[Handed | Carried]:
+        """What became of gradients that were handed to other peers or to this one, since this was asked last."""
         with self.changed:
             handed, self._handed = self._handed, []
             return handed

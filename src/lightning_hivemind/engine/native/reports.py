@@ -6,12 +6,13 @@ import time
 
 from lightning_hivemind.engine.native.agreement import Difference
 from lightning_hivemind.engine.native.seam import Outcome
-from lightning_hivemind.engine.native.steps import Handed, Step
+from lightning_hivemind.engine.native.steps import Carried, Handed, Step
 from lightning_hivemind.events import (
     LEFT_BEHIND,
     BatchAccumulated,
     EpochCommitted,
     EventBus,
+    GradientCarried,
     GradientHandedOver,
     ParametersDiffered,
     PeersChanged,
@@ -94,13 +95,16 @@ class Reports:
         reason = "the sum of their gradients, or of all peers', is not finite"
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
 
-    def handed_over(self, epoch: int, handed: Handed) -> None:
-        """A gradient was handed to another peer, or that came to nothing."""
+    def handed_over(self, epoch: int, handed: Handed | Carried) -> None:
+        """A gradient was handed to another peer, or to this one, or that came to nothing."""
+        if isinstance(handed, Carried):
+            self._events.emit(GradientCarried(epoch=epoch, peer=handed.of, samples=handed.samples))
+            return
         peer, samples = handed.to, handed.samples
         if handed.outcome is Outcome.TAKEN:
             self._events.emit(GradientHandedOver(epoch=epoch, peer=peer, samples=samples, duration_s=handed.duration_s))
             return
-        reason = f"peer {peer}, to which they were handed over a slow line, was lost"
+        reason = f"peer {peer}, to which they were handed over a slow line, was lost, perhaps with them"
         if handed.outcome is Outcome.TOO_OLD:
             reason = f"this peer's line takes longer to send them than max_staleness={self._max_staleness} allows"
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))

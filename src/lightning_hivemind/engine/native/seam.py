@@ -98,7 +98,7 @@ class Training(Protocol):
     def handed_over(self, to: PeerId, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
         """What became of it."""
 
-    def carry(self, parcel: Parcel) -> bool:
+    def carry(self, of: PeerId, parcel: Parcel) -> bool:
         """Give another peer's gradient with this one's; False if that cannot be (any more)."""
 
     def too_old(self, epoch: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the rounds' thread leaves for the training thread: steps to make, and news of what it has given away."""
+"""What the rounds' thread leaves for the training thread: steps to make, and news of gradients that were handed on."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ class Handed:
     samples: int
     outcome: Outcome
     duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Another peer's gradient, which this one gives to rounds now."""
+
+    of: PeerId
+    samples: int

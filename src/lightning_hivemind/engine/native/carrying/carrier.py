@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ from lightning_hivemind.engine.native.protocol.lineage import PeerId
 from lightning_hivemind.engine.native.seam import Parcel, Training
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
-
-log = logging.getLogger("lightning_hivemind")
 
 #: parcels that are taken at a time: so many, or as many as fit into this memory (each needs as much as a gradient)
 MOST_PARCELS, PARCELS_BYTES = 4, 1 << 30
@@ -107,10 +104,9 @@ class Carrier:
         if not finite(coming.values):
             return Receipt(self._token, refused="it has values that are not finite", too_old=True)
         parcel = Parcel(coming.values, coming.offered.samples, coming.offered.epoch)
-        if not self._training.carry(parcel):
+        if not self._training.carry(peer, parcel):
             return Receipt(self._token, refused="it is too old", too_old=True)
         self._taken[peer] = coming.number
-        log.debug("this peer gives %d samples of peer %s to the next round", parcel.samples, peer)
         return Receipt(self._token)
 
     def _missing(self, coming: _Coming) -> tuple[int, ...]:
