@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,14 +168,11 @@ class Herd:
         twice = 0
         for events in told:
             me = next((one["peer_id"] for one in events if one["event"] == "PeerStarted"), "")
-            given = sum(one["samples"] for one in events if one["event"] == "EpochCommitted")
-            handed = sum(one["samples"] for one in events if one["event"] == "GradientHandedOver")
-            lost = sum(one["samples_lost"] for one in events if one["event"] == "RoundMissed")
-            had = BATCH * sum(one["event"] == "BatchAccumulated" for one in events)
-            had += sum(one["samples"] for one in events if one["event"] == "GradientCarried")
+            had = BATCH * sum(one["event"] == "BatchAccumulated" for one in events) + _total(events, "GradientCarried")
+            gone = _total(events, "GradientHandedOver") + _total(events, "RoundMissed", "samples_lost")
             # who was killed, or has lost the other one, has not told of all that others carry
-            gone = max(handed + lost, sum(one["samples"] for one in carried if one["peer"] == me))
-            twice += max(0, given + gone - had)
+            gone = max(gone, sum(one["samples"] for one in carried if one["peer"] == me))
+            twice += max(0, _total(events, "EpochCommitted") + gone - had)
         return twice
 
     def await_steps(self, peer: Peer, count: int, timeout_s: float = START_S) -> None:
@@ -197,3 +194,7 @@ class Herd:
                 return ",".join(known)
             self.watch(0.1)
         raise TimeoutError(f"no peer has an address after {START_S:.0f} s: see {self.folder}")
+
+
+def _total(events: Sequence[Mapping[str, Any]], event: str, field: str = "samples") -> int:
+    return sum(one[field] for one in events if one["event"] == event)

@@ -21,7 +21,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of, shares
 from lightning_hivemind.engine.native.seam import Outcome, Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.steps import Carried
+from lightning_hivemind.engine.native.steps import Received
 from lightning_hivemind.errors import SwarmError
 
 ROOT = Head.root("run", "founder")
@@ -602,8 +602,8 @@ def test_who_carries_anothers_gradient_tells_of_it(desk: Desk) -> None:
     desk.add(8)
     parcel = Parcel(torch.ones(desk.gradients.whole), 4, 0)
     assert desk.handover.carry("slow", parcel)
-    (carried,) = desk.handover.take_handed()
-    assert carried == Carried("slow", 4)
+    (received,) = desk.handover.take_handed()
+    assert received == Received("slow", 4)
     assert not desk.handover.carry("slow", Parcel(parcel.values, 4, -100))
     assert not desk.handover.take_handed(), "it is too old"
     assert desk.give().samples == 12

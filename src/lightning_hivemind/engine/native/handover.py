@@ -20,7 +20,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.spill import on_disk
-from lightning_hivemind.engine.native.steps import Carried, Handed, Step
+from lightning_hivemind.engine.native.steps import Handed, Received, Step
 from lightning_hivemind.engine.native.trail import Decided
 from lightning_hivemind.errors import SwarmError
 
@@ -76,7 +76,7 @@ class Handover:
         self._since: float | None = None
         self.owes = self.under_way = self.stop_wanted = self.hands_over = False
         #: what became of what it handed to other peers, and what others have handed to it
-        self._handed: list[Handed | Carried] = []
+        self._handed: list[Handed | Received] = []
         self.stops_at: int | None = None
 
     # ------------------------------------------------------------------ the rounds' thread
@@ -209,11 +209,11 @@ class Handover:
                 self._failures.clear()
 
     def carry(self, of: PeerId, parcel: Parcel) -> bool:
-        with self.changed:  # it is told of before the step that has it is there to be made
-            carried = self._gradients.carry(parcel)
-            if carried:
-                self._handed.append(Carried(of, parcel.samples))
-            return carried
+        carried = self._gradients.carry(parcel)
+        if carried:
+            with self.changed:
+                self._handed.append(Received(of, parcel.samples))
+        return carried
 
     def too_old(self, epoch: int) -> bool:
         return self._gradients.too_old(epoch)
@@ -364,7 +364,7 @@ class Handover:
             lost, self._lost = self._lost, 0
             return lost
 
-    def take_handed(self) -> list[Handed | Carried]:
+    def take_handed(self) -> list[Handed | Received]:
         """What became of gradients that were handed to other peers or to this one, since this was asked last."""
         with self.changed:
             handed, self._handed = self._handed, []

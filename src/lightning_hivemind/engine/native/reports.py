@@ -6,7 +6,7 @@ import time
 
 from lightning_hivemind.engine.native.agreement import Difference
 from lightning_hivemind.engine.native.seam import Outcome
-from lightning_hivemind.engine.native.steps import Carried, Handed, Step
+from lightning_hivemind.engine.native.steps import Handed, Received, Step
 from lightning_hivemind.events import (
     LEFT_BEHIND,
     BatchAccumulated,
@@ -95,9 +95,9 @@ class Reports:
         reason = "the sum of their gradients, or of all peers', is not finite"
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
 
-    def handed_over(self, epoch: int, handed: Handed | Carried) -> None:
+    def handed_over(self, epoch: int, handed: Handed | Received) -> None:
         """A gradient was handed to another peer, or to this one, or that came to nothing."""
-        if isinstance(handed, Carried):
+        if isinstance(handed, Received):
             self._events.emit(GradientCarried(epoch=epoch, peer=handed.of, samples=handed.samples))
             return
         peer, samples = handed.to, handed.samples

@@ -38,7 +38,7 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class Received:
     """Another peer's gradient, which this one gives to rounds now."""
 
     of: PeerId
