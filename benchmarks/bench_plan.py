@@ -49,7 +49,7 @@ def averaging_specs(millions: int, peers: int = 2) -> list[TurnSpec]:
         batch_s=0.1,
         options={"average_state_every": 10**6},
         steps=6,
-        window_s=12.0 * max(1.0, millions * peers / 100),  # of the slowest more than a step is to be seen
+        window_s=15.0 * max(1.0, millions * peers / 100),  # of the slowest more than a step is to be seen
     )
     float16 = replace(ours, contender=OURS_FLOAT16, codec="Float16Compression", value_bytes=2.0)
     uniform = replace(ours, contender=OURS_8BIT, codec="Uniform8BitQuantization", value_bytes=1.0)
@@ -63,7 +63,7 @@ def averaging_specs(millions: int, peers: int = 2) -> list[TurnSpec]:
         native(uniform, NATIVE_8BIT),
         native(ours, NATIVE_CLEAR, insecure_lan=True),
         replace(ours, contender=ALONE, kind="alone", options={}),
-        replace(ours, contender=OURS_STATE, options={}, once=True),
+        replace(ours, contender=OURS_STATE, options={}, window_s=2.5 * ours.window_s, once=True),  # twice the bytes
     ]
 
 

@@ -24,21 +24,20 @@ STEPS_CAPTION = """## Seconds per global step
 
 A model of ten parameters; each peer gives four batches, so a step *computes* for four times what a batch takes; the
 target is the same for all. The measurement begins once all peers have met in a round, or after 20 s. *s per step*: time
-of the window per epoch of peer 0, whoever made it. *s per whole step*: time of the window per whole round of peer 0, in
-which the gradients of all peers were averaged completely (with local updates: their parameters); epochs that a peer
-makes alone or downloads are quick and worth little. Ratios are of whole steps; *over compute*: of what a whole step
-takes longer than its computation. *wait*: how long training of peer 0 stood still for one round. *samples*: that peer 0
-gave to a step, 16 being its share; more means that the target was noticed late. *CPU*: seconds of all processes of all
-peers, daemons included."""
+per epoch of peer 0, whoever made it, from the first that ends in the window to the last. *s per whole step*: the same
+time per whole round of peer 0, in which the gradients of all peers were averaged completely (with local updates: their
+parameters); epochs that a peer makes alone or downloads are quick and worth little. Ratios are of whole steps; *over
+compute*: of what a whole step takes longer than its computation. *wait*: how long training of peer 0 stood still for
+one round. *samples*: that peer 0 gave to a step, 16 being its share; more means that the target was noticed late.
+*CPU*: seconds of all processes of all peers, daemons included."""
 
 AVERAGING_CAPTION = """## Averaging
 
 Square linear layers of a million weights, two batches of 0.1 s in a step, no averaging of the state. *added*: seconds
-of a step (all of them, not only the whole ones) beyond those of as many processes that do the same and average
-nothing, in the same repeat; everything that averaging costs is in it. *MB/s*: bytes of one float32 gradient, whatever
-the codec sends, by what was added. *CPU added*: likewise, processor seconds of all processes of all peers. *MB sent*:
-per peer and step, everything that went through loopback: TLS, TCP and the DHT included. *ideal*: 2(n-1)/n times the
-encoded gradient."""
+of a step (whoever was in it) beyond those of as many processes that do the same and average nothing, in the same
+repeat; everything that averaging costs is in it. *CPU added*: likewise, processor seconds of all processes of all
+peers. *MB/s*: bytes of one float32 gradient, whatever the codec sends, by what was added. *MB sent*: per peer and step,
+everything that went through loopback: TLS, TCP and the DHT included. *ideal*: 2(n-1)/n times the encoded gradient."""
 
 RELIABILITY_CAPTION = """## Reliability
 
@@ -130,19 +129,19 @@ def _averaging_table(turns: Sequence[Turn]) -> str:
                 contender,
                 f"{case.layers}M",
                 str(case.peers),
+                summary(map(added_cpu_s, own)).show(),
+                _ratios(turns, case, contender, OURS, added_cpu_s),
                 summary(turn.step_s for turn in own).show(),
                 summary(map(added_s, own)).show(),
                 _ratios(turns, case, contender, OURS, added_s),
                 _ratios(turns, case, contender, DDP, added_s),
                 summary(megabytes_per_s(turn.spec.parameters, added_s(turn)) for turn in own).show(),
-                summary(map(added_cpu_s, own)).show(),
-                _ratios(turns, case, contender, OURS, added_cpu_s),
                 number(sent.median / 1e6),
                 number(sent.median / own[0].spec.ideal_bytes),
             ]
         )
-    header = ["contender", "parameters", "peers", "s per step", "added, s", "/ hivemind engine", "/ DDP", "MB/s"]
-    header += ["CPU added, s", "CPU / hivemind engine", "MB sent", "/ ideal"]
+    header = ["contender", "parameters", "peers", "CPU added, s", "CPU / hivemind engine", "s per step", "added, s"]
+    header += ["/ hivemind engine", "/ DDP", "MB/s", "MB sent", "/ ideal"]
     return markdown_table(header, rows)
 
 

@@ -35,7 +35,7 @@ GRACE_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.05
 #: how a failure begins where nothing else went wrong
-NO_STEP = "no global step"
+NO_STEP = "no whole step"
 
 
 @dataclass(kw_only=True)
@@ -43,8 +43,9 @@ class Turn:
     """What one turn brought. ``failure`` says why there is no measurement; the numbers are then NaN or empty.
 
     Attributes:
-        step_s: seconds per global step over the whole window.
-        cpu_s: processor seconds of all processes of all peers per global step.
+        step_s: seconds per global step, from the first end of one within the window to the last: where one takes longer
+            than the window, none is cut off and counted as whole.
+        cpu_s: processor seconds of all processes of all peers per global step: the window's, by the share of its time.
         rounds: of each peer, within the window, which begins and ends with a step of peer 0.
         sent_bytes: per peer and global step: of each one where peers have lines of their own, else the mean of all,
             which is what went through loopback.
@@ -90,7 +91,7 @@ def run_turn(spec: TurnSpec, repeat: int, keep: Path | None = None) -> Turn:
             turn.failure = _wait(spec, folder, peers)
         finally:
             stop_all(peers)
-    _read(turn, folder)
+    read_turn(turn, folder)
     turn.total_s = time.monotonic() - start
     if keep is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -226,7 +227,8 @@ def _kill(process: psutil.Process) -> None:
         process.kill()  # psutil checks that the pid still means the same process
 
 
-def _read(turn: Turn, folder: Path) -> None:
+def read_turn(turn: Turn, folder: Path) -> None:
+    """What the processes have written in ``folder``."""
     for index in range(turn.spec.peers if turn.spec.swarm else 0):
         every = json_lines(folder / f"marks-{index}.jsonl")
         turn.history.append(rounds_of_marks(every, outcomes_of(turn.spec, folder, index)))
@@ -235,16 +237,20 @@ def _read(turn: Turn, folder: Path) -> None:
         return
     window = json.loads(window_path.read_text(encoding="utf-8"))
     first, last = window["first"], window["last"]
-    turn.steps = int(last["epoch"] - first["epoch"])
-    turn.step_s = (last["time"] - first["time"]) / turn.steps
-    turn.cpu_s = (last["cpu_s"] - first["cpu_s"]) / turn.steps
+    ends = [one for one in json_lines(folder / "marks-0.jsonl") if first["time"] <= one["time"] <= last["time"]]
+    if len(ends) < 2:
+        turn.failure = f"{NO_STEP} within {last['time'] - first['time']:.0f} s"
+        return
+    begin, end = ends[0]["time"], ends[-1]["time"]
+    turn.steps = int(ends[-1]["epoch"] - ends[0]["epoch"])
+    turn.step_s = (end - begin) / turn.steps
+    turn.cpu_s = (last["cpu_s"] - first["cpu_s"]) / (last["time"] - first["time"]) * turn.step_s
     for index in range(turn.spec.peers):
-        marks = [mark for mark in json_lines(folder / f"marks-{index}.jsonl") if mark["time"] <= last["time"]]
-        before = [mark for mark in marks if mark["time"] <= first["time"]][-1:]
-        inside = [mark for mark in marks if mark["time"] > first["time"]]
-        turn.rounds.append(rounds_of_marks([*before, *inside], outcomes_of(turn.spec, folder, index)))
-        if before and inside and (turn.spec.uplink_mbit_s or index == 0):
-            sent = (inside[-1]["sent"] - before[0]["sent"]) / (inside[-1]["epoch"] - before[0]["epoch"])
+        every = [mark for mark in json_lines(folder / f"marks-{index}.jsonl") if mark["time"] <= end]
+        marks = [*[one for one in every if one["time"] <= begin][-1:], *[one for one in every if one["time"] > begin]]
+        turn.rounds.append(rounds_of_marks(marks, outcomes_of(turn.spec, folder, index)))
+        if len(marks) > 1 and (turn.spec.uplink_mbit_s or index == 0):
+            sent = (marks[-1]["sent"] - marks[0]["sent"]) / (marks[-1]["epoch"] - marks[0]["epoch"])
             turn.sent_bytes.append(sent if turn.spec.uplink_mbit_s else sent / turn.spec.peers)
 
 

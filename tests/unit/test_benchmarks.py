@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -50,7 +51,7 @@ from bench_stats import (
     whole_share,
 )
 from bench_tables import all_tables
-from bench_turn import NO_STEP, Turn
+from bench_turn import NO_STEP, Turn, read_turn
 from herd import BATCH, Herd
 
 WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wait_s=0.5)
@@ -202,18 +203,19 @@ class TestTables:
         turns += [turn(specs[NATIVE], repeat, 0.4 + repeat, cpu_s=0.5, sent_bytes=[20e6]) for repeat in range(2)]
         text = all_tables(turns).split("## Reliability")[0]
         rows = {cells(line)[0]: cells(line) for line in text.splitlines() if line.startswith("| ")}
-        assert [cell.split(" ")[0] for cell in rows[NATIVE][4:6]] == ["0.200", "0.500"]
-        assert rows[NATIVE][7].startswith("100"), "20 MB in 0.2 s"
-        assert [cell.split(" ")[0] for cell in rows[NATIVE][8:]] == ["0.250", "0.333", "20.0", "1.00"]
+        assert [cell.split(" ")[0] for cell in rows[NATIVE][3:5]] == ["0.250", "0.333"]
+        assert rows[NATIVE][9].startswith("100"), "20 MB in 0.2 s"
+        assert [cell.split(" ")[0] for cell in rows[NATIVE][6:8]] == ["0.200", "0.500"]
+        assert rows[NATIVE][10:] == ["20.0", "1.00"]
         assert rows[OURS][-2:] == ["20.2", "1.01"]
-        assert rows[OURS][5] == rows[OURS][9] == "1"
+        assert rows[OURS][4] == rows[OURS][7] == "1"
         assert ALONE not in rows
 
     def test_the_rate_counts_the_bytes_of_the_gradient_whatever_the_codec(self) -> None:
         specs = [spec for specs in full_plan() for spec in specs if spec.contender in (OURS_8BIT, ALONE)]
         text = all_tables([turn(spec, 0, 0.1 if spec.contender == ALONE else 1.1) for spec in specs])
         rows = [line for line in text.split("## Averaging")[1].splitlines() if line.startswith(f"| {OURS_8BIT} ")]
-        assert [cells(row)[7] for row in rows[:2]] == ["20.0", "100"]
+        assert [cells(row)[9] for row in rows[:2]] == ["20.0", "100"]
         assert "Seconds per global step" not in text, "none was measured"
 
     def test_large_gradients_are_averaged_by_every_engine_between_any_number_of_peers(self) -> None:
@@ -348,6 +350,36 @@ class TestPlans:
     def test_every_case_has_ddp_to_compare_with(self) -> None:
         for specs in [*full_plan(), *quick_plan()]:
             assert {OURS, DDP} <= {one.contender for one in specs}
+
+
+class TestWindows:
+    """One that was cut off begins and ends in the middle of a step of peer 0."""
+
+    @staticmethod
+    def of(folder: Path, ends: Sequence[float]) -> Turn:
+        found = Turn(spec=averaging_specs(1, 2)[0], repeat=0, load=0.0)
+        first, last = {"time": 10.0, "epoch": 1, "cpu_s": 100.0}, {"time": 40.0, "epoch": 4, "cpu_s": 160.0}
+        (folder / "window.json").write_text(json.dumps({"first": first, "last": last}), encoding="utf-8")
+        marks = [{"time": at, "epoch": n, "samples": 8, "sent": 1000 * n} for n, at in enumerate(ends)]
+        for index in range(2):
+            (folder / f"marks-{index}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in marks))
+        read_turn(found, folder)
+        return found
+
+    def test_only_steps_that_lie_in_it_count(self, tmp_path: Path) -> None:
+        found = self.of(tmp_path, [2.0, 8.0, 16.0, 24.0, 32.0, 42.0])
+        assert (found.steps, found.step_s, found.cpu_s, found.failure) == (2, 8.0, 16.0, "")
+        assert found.sent_bytes == [500.0]
+        assert [len(peer) for peer in found.rounds] == [2, 2]
+
+    def test_one_that_begins_and_ends_with_a_step_is_all_of_it(self, tmp_path: Path) -> None:
+        found = self.of(tmp_path, [2.0, 10.0, 20.0, 30.0, 40.0])
+        assert (found.steps, found.step_s, found.cpu_s) == (3, 10.0, 20.0)
+
+    def test_the_end_of_a_single_step_is_no_measurement(self, tmp_path: Path) -> None:
+        found = self.of(tmp_path, [5.0, 25.0, 45.0])
+        assert math.isnan(found.step_s)
+        assert found.failure == f"{NO_STEP} within 30 s"
 
 
 def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
