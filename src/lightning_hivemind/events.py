@@ -169,7 +169,7 @@ class RoundIncomplete(Event):
 class RoundMissed(Event):
     """The swarm finished ``epoch`` without ``samples_lost`` of this peer, which are in no step; ``reason`` says why.
 
-    (Of a gradient that was handed to another peer, which was lost before it said whether it has it, that is not known.)
+    (Of a gradient that was handed to another peer, which did not say any more whether it has it, that is not known.)
     """
 
     level: ClassVar[int] = logging.WARNING

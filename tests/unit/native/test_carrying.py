@@ -38,6 +38,11 @@ from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import WireError
 
 LAYOUT = Layout(10, chunk_elements=4)
+HEAD = [1, bytes(16), 1]
+HEADS = (
+    Head(epoch=4, lineage=b"now" + bytes(13), samples=32),
+    Head(epoch=3, lineage=b"before" + bytes(10), samples=24),
+)
 VALUES = torch.arange(10.0)
 
 
@@ -100,12 +105,30 @@ class Pair:
         self.codecs = [codec or Exact()] * LAYOUT.chunks
         self.here, self.there = Trainee(), Trainee()
         self.out, self.back = Post(clear), Post(clear)
-        self.sender = Sender(self.out, self.here, "s", LAYOUT, self.codecs, Memory())  # type: ignore[arg-type]
+        self.heads = HEADS
+        #: where ``c`` is or was
+        self.known = {HEADS[1]}
+        self.sender = Sender(
+            self.out,  # type: ignore[arg-type]
+            self.here,  # type: ignore[arg-type]
+            "s",
+            lambda: self.heads,
+            LAYOUT,
+            self.codecs,
+            Memory(),
+        )
         self.carrier = self.new_carrier()
         self.now = 0.0
 
     def new_carrier(self) -> Carrier:
-        return Carrier(self.back, self.there, LAYOUT, self.codecs, Memory())  # type: ignore[arg-type]
+        return Carrier(
+            self.back,  # type: ignore[arg-type]
+            self.there,  # type: ignore[arg-type]
+            lambda heads: not self.known.isdisjoint(heads),
+            LAYOUT,
+            self.codecs,
+            Memory(),
+        )
 
     def begin(self, values: torch.Tensor = VALUES, epoch: int = 3) -> None:
         self.here.parcel = Parcel(values, 8, epoch)
@@ -238,10 +261,17 @@ def test_a_line_that_is_back_soon_loses_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("why", "outcome"),
-    [("too old", Outcome.TOO_OLD), ("does not train", Outcome.BACK), ("not finite", Outcome.TOO_OLD)],
+    [
+        ("too old", Outcome.TOO_OLD),
+        ("does not train", Outcome.BACK),
+        ("of another lineage", Outcome.BACK),
+        ("not finite", Outcome.TOO_OLD),
+    ],
 )
 def test_who_cannot_carry_it_says_so(why: str, outcome: Outcome) -> None:
     pair = Pair()
+    if why == "of another lineage":
+        pair.known = {Head(epoch=3, lineage=b"other" + bytes(11), samples=24)}
     pair.there.oldest, pair.there.carries = 4 if why == "too old" else 0, why != "does not train"
     pair.begin(VALUES.clone().fill_(float("nan")) if why == "not finite" else VALUES)
     for _ in range(2):
@@ -250,6 +280,64 @@ def test_who_cannot_carry_it_says_so(why: str, outcome: Outcome) -> None:
     assert pair.here.outcomes == [("c", outcome)]
     assert not pair.there.carried
     assert pair.sender.carriers(["c"], pair.now) == ([] if outcome is Outcome.BACK else ["c"])
+
+
+@pytest.mark.parametrize("why", ["another lineage", "its last step"])
+def test_who_leaves_the_lineage_while_it_comes_does_not_take_it(why: str) -> None:
+    """What it would give to a step was computed with parameters that nobody there ever had."""
+    pair = Pair()
+    pair.begin()
+    pair.arrive()
+    pair.answer()
+    if why == "another lineage":
+        pair.known = {Head(epoch=3, lineage=b"other" + bytes(11), samples=24)}
+    else:
+        pair.there.carries = False
+    pair.arrive()
+    pair.answer()
+    assert pair.here.outcomes == [("c", Outcome.BACK)]
+    assert not pair.there.carried
+
+
+def test_what_may_have_been_taken_before_it_became_too_old_is_lost_and_not_said_to_be_too_old() -> None:
+    pair = Pair()
+    pair.begin()
+    pair.arrive()
+    pair.answer()
+    pair.arrive()
+    pair.back.take()
+    pair.here.oldest = 4
+    pair.look()
+    assert pair.here.outcomes == [("c", Outcome.LOST)]
+    assert pair.there.carried
+
+
+def test_who_was_frozen_reads_what_was_answered_meanwhile_before_it_gives_up() -> None:
+    pair = Pair()
+    pair.begin()
+    pair.arrive()
+    pair.answer()
+    pair.arrive()
+    pair.now += 2 * ANSWER_S
+    pair.sender.suspended(pair.now)
+    pair.look()
+    pair.answer()
+    assert pair.here.outcomes == [("c", Outcome.TAKEN)]
+
+
+def test_of_who_is_gone_no_memory_is_kept() -> None:
+    pair = Pair()
+    pair.begin()
+    number = pair.out.frames[0][1].round
+    pair.arrive()
+    pair.answer()
+    pair.arrive(lost=[2])
+    header = Header(kind=Kind.PARCEL, round=number, chunk=2, length=8)
+    pair.carrier.suspended(IDLE_S)
+    pair.carrier.tidy(2 * IDLE_S)
+    assert pair.carrier.room("s", header) is not None
+    pair.carrier.tidy(2 * IDLE_S + 0.1)
+    assert pair.carrier.room("s", header) is None
 
 
 def test_what_became_too_old_on_its_way_is_not_sent_to_its_end() -> None:
@@ -276,7 +364,7 @@ def test_each_slow_peer_has_its_own_order_of_carriers() -> None:
     peers = [f"peer{number}" for number in range(20)]
     firsts = set()
     for name in "abcdefgh":
-        sender = Sender(Post(), Trainee(), name, LAYOUT, [Exact()] * 3, Memory())  # type: ignore[arg-type]
+        sender = Sender(Post(), Trainee(), name, lambda: HEADS, LAYOUT, [Exact()] * 3, Memory())  # type: ignore[arg-type]
         assert sender.carriers(peers, 0.0) == sender.carriers(reversed(peers), 0.0)
         firsts.add(sender.carriers(peers, 0.0)[0])
     assert len(firsts) > 3
@@ -288,11 +376,11 @@ def test_no_more_than_a_few_are_taken_at_a_time_and_those_that_stand_still_make_
     monkeypatch.setattr(carrier_module, "PARCELS_BYTES", 40 * MOST_PARCELS)
     pair = Pair()
     for number in range(MOST_PARCELS):
-        pair.carrier.offered(f"s{number}", bytes([number]) * 16, Offered(8, 3), now=float(number))
+        pair.carrier.offered(f"s{number}", bytes([number]) * 16, Offered(8, 3, HEADS), now=float(number))
     pair.back.take()
 
     def refused(peer: str, now: float) -> str:
-        pair.carrier.offered(peer, peer.encode() * 8, Offered(8, 3), now)
+        pair.carrier.offered(peer, peer.encode() * 8, Offered(8, 3, HEADS), now)
         return read_receipt(pair.back.take()[-1][2], LAYOUT).refused
 
     assert refused("ss", 5.0)
@@ -326,7 +414,7 @@ def test_chunks_that_there_cannot_be_are_refused_and_those_that_nobody_wants_pas
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 62), st.lists(st.integers(0, 2), max_size=3), st.text(max_size=200))
 def test_papers_are_read_as_they_were_written(samples: int, epoch: int, missing: list[int], text: str) -> None:
-    offer = Offered(samples, epoch)
+    offer = Offered(samples, epoch, HEADS[: len(missing) % 3])
     assert read_offer(write_offer(offer)) == offer
     receipt = Receipt(bytes(TOKEN_BYTES), tuple(missing), text, bool(missing))
     written = write_receipt(receipt)
@@ -359,8 +447,21 @@ def test_a_receipt_that_cannot_be_is_refused(values: object) -> None:
         read_receipt(msgpack.packb(values), LAYOUT)
 
 
-@pytest.mark.parametrize("values", [[0, 1], [1, -1], [True, 1], [1 << 41, 1], [1, 1 << 63], [1], [1.0, 1]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(
+            [samples, epoch, []]
+            for samples, epoch in [(0, 1), (1, -1), (True, 1), (1 << 41, 1), (1, 1 << 63), (1.0, 1)]
+        ),
+        [1, 1],
+        [1, 1, [HEAD] * 3],
+        [1, 1, [[1 << 63, bytes(16), 1]]],
+        [1, 1, [HEAD[:2]]],
+    ],
+)
 def test_an_offer_that_cannot_be_is_refused(values: list[object]) -> None:
+    assert read_offer(msgpack.packb([1, 1, [HEAD]])).heads == (Head(epoch=1, lineage=bytes(16), samples=1),)
     with pytest.raises(WireError):
         read_offer(msgpack.packb(values))
 

@@ -90,6 +90,20 @@ def one_ahead() -> tuple[Table, Commit]:
     return table, ahead
 
 
+def test_a_peer_knows_where_its_lineage_is_and_was_and_no_other_one() -> None:
+    table, ahead = one_ahead()
+    first, second = table.peers[FIRST], table.peers[SECOND]
+    assert first.heads == (ahead.head, ahead.parent)
+    assert second.heads == (ahead.parent,)
+    assert second.knows(first.heads), "it is a step behind"
+    assert first.knows(second.heads)
+    other = Head.root("run", "another")
+    assert not first.knows((other,))
+    first.adopt(other, (), table.now)
+    assert first.heads == (other,)
+    assert not first.knows((ahead.head, ahead.parent))
+
+
 def test_peers_that_could_not_catch_up_with_a_dead_one_go_on_together() -> None:
     table, ahead = one_ahead()
     for name in (SECOND, THIRD):

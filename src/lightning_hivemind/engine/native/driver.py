@@ -306,6 +306,8 @@ class Driver:
         now = time.monotonic()
         if self._wakefulness.stood_still():
             self._peer.suspended(now)
+            if self._carrying is not None:
+                self._carrying.suspended(now)
         else:
             self._peer.awake(now)
         return now

@@ -104,7 +104,7 @@ class Reports:
         if handed.outcome is Outcome.TAKEN:
             self._events.emit(GradientHandedOver(epoch=epoch, peer=peer, samples=samples, duration_s=handed.duration_s))
             return
-        reason = f"peer {peer}, to which they were handed over a slow line, was lost, perhaps with them"
+        reason = f"peer {peer}, to which they were handed over a slow line, did not say that it has them (it may)"
         if handed.outcome is Outcome.TOO_OLD:
             reason = f"this peer's line takes longer to send them than max_staleness={self._max_staleness} allows"
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))

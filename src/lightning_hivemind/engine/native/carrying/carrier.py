@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.exchange import check_length, finite
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.protocol.lineage import PeerId
+from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.seam import Parcel, Training
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -41,10 +41,16 @@ class Carrier:
     """See the module. Threads that read connections call ``room`` and ``moved``, that of the rounds all else."""
 
     def __init__(
-        self, links: Links, training: Training, layout: Layout, codecs: Sequence[ChunkCodec], memory: Memory
+        self,
+        links: Links,
+        training: Training,
+        knows: Callable[[Iterable[Head]], bool],
+        layout: Layout,
+        codecs: Sequence[ChunkCodec],
+        memory: Memory,
     ) -> None:
         self._links, self._training, self._layout, self._codecs = links, training, layout, codecs
-        self._memory = memory
+        self._knows, self._memory = knows, memory
         self._most = max(MOST_PARCELS, PARCELS_BYTES // max(1, 4 * layout.elements))
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._lock = threading.Lock()
@@ -61,8 +67,8 @@ class Carrier:
             self._answer(peer, number, Receipt(self._token, self._missing(coming)))
         elif self._training.too_old(offered.epoch):
             self._answer(peer, number, Receipt(self._token, refused="it is too old", too_old=True))
-        elif not self._training.carries:
-            self._answer(peer, number, Receipt(self._token, refused="this peer gives nothing to rounds now"))
+        elif why := self._why_not(offered):
+            self._answer(peer, number, Receipt(self._token, refused=why))
         elif not self._make_room(peer, now):
             self._answer(peer, number, Receipt(self._token, refused="this peer carries others' already"))
         else:
@@ -100,7 +106,26 @@ class Carrier:
         self._answer(peer, coming.number, self._finish(peer, coming))
         return True
 
+    def suspended(self, now: float) -> None:
+        """This process stood still until now: what has come meanwhile is still to be read."""
+        with self._lock:
+            for coming in self._coming.values():
+                coming.moved_at = now
+
+    def tidy(self, now: float) -> None:
+        """Make room for others where nothing has come for so long."""
+        for peer in [one for one, coming in self._coming.items() if now - coming.moved_at > IDLE_S]:
+            self._drop(peer)
+
+    def _why_not(self, offered: Offered) -> str:
+        """Why this peer does not carry it now; nothing if it does."""
+        if not self._training.carries:
+            return "this peer gives nothing to rounds now"
+        return "" if self._knows(offered.heads) else "it is of another lineage"
+
     def _finish(self, peer: PeerId, coming: _Coming) -> Receipt:
+        if why := self._why_not(coming.offered):  # it was not so when this began
+            return Receipt(self._token, refused=why)
         if not finite(coming.values):
             return Receipt(self._token, refused="it has values that are not finite", too_old=True)
         parcel = Parcel(coming.values, coming.offered.samples, coming.offered.epoch)
@@ -114,8 +139,7 @@ class Carrier:
 
     def _make_room(self, peer: PeerId, now: float) -> bool:
         self._drop(peer)  # it has given that up
-        for other in [one for one, coming in self._coming.items() if now - coming.moved_at > IDLE_S]:
-            self._drop(other)
+        self.tidy(now)
         return len(self._coming) < self._most
 
     def _drop(self, peer: PeerId) -> None:

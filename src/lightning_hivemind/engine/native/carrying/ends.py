@@ -35,8 +35,8 @@ class Ends:
         memory: Memory,
     ) -> None:
         self._peer, self._training, self._layout = peer, training, layout
-        self._carrier = Carrier(links, training, layout, codecs, memory)
-        self._sender = Sender(links, training, peer.me, layout, codecs, memory)
+        self._carrier = Carrier(links, training, peer.knows, layout, codecs, memory)
+        self._sender = Sender(links, training, peer.me, lambda: peer.heads, layout, codecs, memory)
         self._line = Line(peer.me)
         self._whole = not any(one.leaves_out for one in codecs)  # what is left out would have to be given later
         #: whether this peer may have other samples than before
@@ -71,6 +71,11 @@ class Ends:
         """There is no connection to it."""
         self._sender.lost(peer, now)
 
+    def suspended(self, now: float) -> None:
+        """This process stood still until now."""
+        self._carrier.suspended(now)
+        self._sender.suspended(now)
+
     def begun(self, plan: Plan, now: float) -> None:
         """A round of this peer, for which all of its line is there."""
         self._line.observe(plan, self._sender.takes_s, now)
@@ -78,6 +83,7 @@ class Ends:
     def look(self, now: float) -> bool:
         """After every event: hand over what is to be. Returns whether this peer has other samples for rounds now."""
         changed, self._changed = self._changed, False
+        self._carrier.tidy(now)
         if self._line.slow or self._sender.busy or self._training.hands_over:
             can = self._line.slow and self._whole and self._training.can_hand_over
             carriers = self._sender.carriers(self._peer.quick, now) if can else []

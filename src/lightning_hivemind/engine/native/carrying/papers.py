@@ -9,20 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.layout import Layout
-from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES
+from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES, Head
 from lightning_hivemind.engine.native.wire.encoding import read, write
 from lightning_hivemind.errors import WireError
 
 TOKEN_BYTES = 8
 MOST_TEXT = 200
+MOST_HEADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A gradient of so many samples, computed with the parameters of ``epoch``."""
+    """A gradient of so many samples, computed with the parameters of ``epoch``.
+
+    Attributes:
+        heads: where its sender stands, and a step before: the carrier, of the same lineage, may not have heard of more.
+    """
 
     samples: int
     epoch: int
+    heads: tuple[Head, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,8 @@ def write_offer(offer: Offered) -> bytes:
 def read_offer(data: bytes | memoryview) -> Offered:
     """Raises WireError for anything that :func:`write_offer` does not make."""
     offer: Offered = read(Offered, data)
-    if not 0 < offer.samples <= MOST_SAMPLES or offer.epoch > MOST_EPOCHS:
+    heads = len(offer.heads) <= MOST_HEADS and all(head.can_be for head in offer.heads)
+    if not 0 < offer.samples <= MOST_SAMPLES or offer.epoch > MOST_EPOCHS or not heads:
         raise WireError("an offer of a gradient that cannot be")
     return offer
 

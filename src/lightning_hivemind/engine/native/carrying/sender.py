@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.carrying.papers import Offered, Receipt, write_offer
@@ -16,7 +16,7 @@ from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import encoded_bytes
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.protocol.lineage import PeerId, rank
+from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId, rank
 from lightning_hivemind.engine.native.seam import Outcome, Parcel, Training
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -41,6 +41,7 @@ class _UnderWay:
     began: float
     heard_at: float
     asked_at: float
+    heads: tuple[Head, ...]
     token: bytes | None = None
     sent: bool = False
 
@@ -53,11 +54,13 @@ class Sender:
         links: Links,
         training: Training,
         me: PeerId,
+        heads: Callable[[], tuple[Head, ...]],
         layout: Layout,
         codecs: Sequence[ChunkCodec],
         memory: Memory,
     ) -> None:
         self._links, self._training, self._me, self._layout = links, training, me, layout
+        self._heads = heads
         self._codecs, self._memory = codecs, memory
         self._size_bytes = encoded_bytes(layout, codecs)
         self._under_way: _UnderWay | None = None
@@ -85,11 +88,13 @@ class Sender:
             parcel = self._training.hand_over(self.takes_s)
             if parcel is not None:
                 number = secrets.token_bytes(16)
-                self._under_way = _UnderWay(number, carriers[0], parcel, now, heard_at=now, asked_at=now)
+                to, heads = carriers[0], self._heads()
+                self._under_way = _UnderWay(number, to, parcel, now, heard_at=now, asked_at=now, heads=heads)
                 self._ask(self._under_way, now)
         elif (one := self._under_way) is not None:
             if self._training.too_old(one.parcel.epoch):
-                self._end(one, Outcome.TOO_OLD, now)
+                arrived = one.sent and not self._links.sends(one.number)  # and was taken, perhaps
+                self._end(one, Outcome.LOST if arrived else Outcome.TOO_OLD, now)
             elif self._links.sends(one.number):
                 one.heard_at = now  # what it says comes after that
             elif now - one.heard_at > ANSWER_S:
@@ -118,6 +123,11 @@ class Sender:
         elif not self._links.sends(number):
             self._send(one, receipt.missing)
 
+    def suspended(self, now: float) -> None:
+        """This process stood still until now: what was answered meanwhile is still to be read."""
+        if self._under_way is not None:
+            self._under_way.heard_at = now
+
     def lost(self, peer: PeerId, now: float) -> None:
         """There is no connection to it. What may be there is asked for a while longer: the line may be back soon."""
         if (one := self._under_way) is not None and one.to == peer and not one.sent:
@@ -129,7 +139,7 @@ class Sender:
 
     def _ask(self, one: _UnderWay, now: float) -> None:
         one.asked_at = now
-        data = write_offer(Offered(one.parcel.samples, one.parcel.epoch))
+        data = write_offer(Offered(one.parcel.samples, one.parcel.epoch, one.heads))
         self._links.send(one.to, Header(kind=Kind.OFFERED, round=one.number, length=len(data)), (data,))
 
     def _send(self, one: _UnderWay, chunks: Collection[int]) -> None:

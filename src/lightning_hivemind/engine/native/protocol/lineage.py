@@ -103,6 +103,10 @@ class History:
     def add(self, commit: Commit) -> None:
         self._commits.append(commit)
 
+    @property
+    def last(self) -> Commit | None:
+        return self._commits[-1] if self._commits else None
+
     def of_round(self, round_id: bytes) -> Commit | None:
         return next((one for one in self._commits if one.round == round_id), None)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp, Note, Send
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, can_be_summed, following
@@ -66,6 +67,15 @@ class Peer:
     def head(self) -> Head | None:
         """Where this peer stands; None before the first :meth:`adopt`."""
         return self._standing.head
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """Where this peer stands, and stood a step before, as far as that is known."""
+        return self._standing.heads
+
+    def knows(self, heads: Iterable[Head]) -> bool:
+        """Whether this peer's lineage is or was lately at one of these."""
+        return any(map(self._standing.knows, heads))
 
     @property
     def samples(self) -> int:

@@ -29,6 +29,16 @@ class Standing:
         """The head, if this peer can take part in a round there."""
         return self.head if self.catching_up_to is None else None
 
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """The head, and the one before it, as far as they are known."""
+        last = self.history.last
+        return (*([] if self.head is None else [self.head]), *([] if last is None else [last.parent]))
+
+    def knows(self, head: Head) -> bool:
+        """Whether this peer's lineage is or was there lately."""
+        return head == self.head or self.outdated(head)
+
     def adopt(self, head: Head, commits: tuple[Commit, ...]) -> None:
         self.catching_up_to = None
         if not commits or commits[0].parent != self.head:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from lightning_hivemind.errors import WireError
 
-PROTOCOL = 9
+PROTOCOL = 10
 _MAGIC = b"LHMD"
 #: magic, protocol, kind, round, chunk, plan version, length of what follows, its checksum
 _LAYOUT = struct.Struct("!4sBB16sIIII")
