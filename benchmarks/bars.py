@@ -19,7 +19,7 @@ BENCHMARKS = {
     "foundation": "python benchmarks/run.py",
     "averaging": "python benchmarks/run.py --averaging 50,100 --peers 2,4",
     "forecast": 'make bench ARGS="--forecast 2,4,8"',
-    "joiner": "python benchmarks/run.py --joiner 50",
+    "joiner": "python benchmarks/run.py --joiner 1,50",
     "faults": "python benchmarks/faults.py",
     "forks": "python benchmarks/forks.py",
     "soak-calm": "python benchmarks/soak.py --every 0",

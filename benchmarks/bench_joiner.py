@@ -1,4 +1,4 @@
-"""How long a joiner of a large model takes, beside a plain copy of as many bytes over TLS."""
+"""How long a joiner takes: of a large model beside a plain copy of as many bytes over TLS."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from bench_turn import STARTER, start_all, start_peer, stop_all
 
 BEFORE = 8  # steps of those that are there, before the joiner starts
 AFTER = 8  # and with it
+SMALL = 5  # millions of parameters, of a model of which a join is no more than questions
 PATIENCE_S = 120.0
 HELD_STATES = 20  # memory that is kept from a host that would take it back: several times what all peers map for a join
 
@@ -211,9 +212,12 @@ def joiner_bars(found: Sequence[tuple[int, Joiner]]) -> list[Bar]:
     bars = []
     for (millions, held), own in _grouped(found):
         what = f"joiner, {millions}M{', memory held' * held}"
-        over = [(one.join_s - one.step_s) / one.copy_s for one in own]
         longest = [one.longest_s / one.step_s for one in own]
-        bars.append(at_most(f"{what}: (join - step) / copy over TLS", 2.0, over))
+        if millions <= SMALL:
+            bars.append(at_most(f"{what}: join", 2.0, [one.join_s for one in own], " s"))
+        else:
+            over = [(one.join_s - one.step_s) / one.copy_s for one in own]
+            bars.append(at_most(f"{what}: (join - step) / copy over TLS", 2.0, over))
         bars.append(at_most(f"{what}: longest step of another / step", 2.0, longest))
     return bars
 

@@ -35,7 +35,7 @@ GRACE_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.05
 #: how a failure begins where nothing else went wrong
-NO_STEP = "no whole step"
+NO_STEP = "no global step"
 
 
 @dataclass(kw_only=True)
@@ -43,8 +43,8 @@ class Turn:
     """What one turn brought. ``failure`` says why there is no measurement; the numbers are then NaN or empty.
 
     Attributes:
-        step_s: seconds per global step, from the first end of one within the window to the last: where one takes longer
-            than the window, none is cut off and counted as whole.
+        step_s: seconds per global step, from the first end of one within the window to the last; the one after it,
+            which the window's end has cut off, counts if it was longer than that.
         cpu_s: processor seconds of all processes of all peers per global step: the window's, by the share of its time.
         rounds: of each peer, within the window, which begins and ends with a step of peer 0.
         sent_bytes: per peer and global step: of each one where peers have lines of their own, else the mean of all,
@@ -239,11 +239,15 @@ def read_turn(turn: Turn, folder: Path) -> None:
     first, last = window["first"], window["last"]
     ends = [one for one in json_lines(folder / "marks-0.jsonl") if first["time"] <= one["time"] <= last["time"]]
     if len(ends) < 2:
-        turn.failure = f"{NO_STEP} within {last['time'] - first['time']:.0f} s"
+        turn.failure = f"no whole step within {last['time'] - first['time']:.0f} s"
         return
     begin, end = ends[0]["time"], ends[-1]["time"]
     turn.steps = int(ends[-1]["epoch"] - ends[0]["epoch"])
-    turn.step_s = (end - begin) / turn.steps
+    if turn.steps < 1:
+        turn.failure = f"steps were undone: {turn.steps} in all"
+        return
+    # the one that was cut off takes so long at least: it may hang
+    turn.step_s = max((end - begin) / turn.steps, (last["time"] - begin) / (turn.steps + 1))
     turn.cpu_s = (last["cpu_s"] - first["cpu_s"]) / (last["time"] - first["time"]) * turn.step_s
     for index in range(turn.spec.peers):
         every = [mark for mark in json_lines(folder / f"marks-{index}.jsonl") if mark["time"] <= end]

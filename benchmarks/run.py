@@ -4,7 +4,7 @@
     python benchmarks/run.py --quick    # one small repeat in under two minutes; writes nothing
     python benchmarks/run.py --averaging 50,100 --peers 2,4    # large gradients only; writes its own results
     make bench ARGS="--forecast 2,4,8"    # the simulator beside real peers on limited lines (needs root); likewise
-    python benchmarks/run.py --joiner 50    # a late joiner of a large model; likewise
+    python benchmarks/run.py --joiner 1,50    # a late joiner of a large model; likewise
     python benchmarks/run.py --averaging 50,100 --peers 2,4 --more    # and the repeats of its results so far
 
 All contenders take turns: a repeat runs each of them once (the slow ones
@@ -19,12 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 from bench_bars import bars_of_turns
 from bench_forecast import forecast_bars, forecast_specs, forecast_table
-from bench_joiner import Joiner, joiner_bars, joiner_table, run_joiner
+from bench_joiner import SMALL, Joiner, joiner_bars, joiner_table, run_joiner
 from bench_more import OtherMeasurement, both, measured_before
 from bench_plan import averaging_specs, full_plan, quick_plan
 from bench_results import Run, report, write
@@ -123,7 +122,7 @@ def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, f
 def run_joiners(sizes: Sequence[int], repeat: int, keep: Path | None) -> list[tuple[int, Joiner]]:
     """One repeat."""
     found = []
-    for millions, held in product(sizes, (False, True)):
+    for millions, held in [(size, held) for size in sizes for held in ((False,) if size <= SMALL else (False, True))]:
         found.append((millions, run_joiner(millions, keep, held=held)))
         print(f"[repeat {repeat + 1}] {millions}M: {found[-1][1]}", file=sys.stderr, flush=True)
     return found

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.compression import NoCompression
-from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.floating import ScaledFloat16
 from swarm.spec import PeerSpec
@@ -31,16 +30,25 @@ class DiesInARound(NoCompression):  # type: ignore[misc]  # hivemind has no type
         return super().compress(*args, **kwargs)
 
 
-def codec_fails(spec: PeerSpec) -> None:
+def cannot_encode(spec: PeerSpec) -> None:
     """Trains; once there is a file ``fail`` in the peer's folder, Float16 cannot encode anything any more."""
-    encode, fail = ScaledFloat16.encode, Path(spec.folder, "fail")
+    _codec_fails(spec, "encode")
 
-    def encode_or_fail(codec: ScaledFloat16, values_N: Tensor, *more: Any) -> memoryview:
+
+def cannot_decode(spec: PeerSpec) -> None:
+    """The same with what others have encoded."""
+    _codec_fails(spec, "decode")
+
+
+def _codec_fails(spec: PeerSpec, name: str) -> None:
+    method, fail = getattr(ScaledFloat16, name), Path(spec.folder, "fail")
+
+    def called(codec: ScaledFloat16, *args: Any) -> Any:
         if fail.exists():
-            raise ValueError("induced: cannot be encoded")
-        return encode(codec, values_N, *more)
+            raise ValueError(f"induced: cannot {name}")
+        return method(codec, *args)
 
-    ScaledFloat16.encode = encode_or_fail  # type: ignore[method-assign]
+    setattr(ScaledFloat16, name, called)
     from swarm.peer_main import train
 
     train(spec)

@@ -61,6 +61,7 @@ def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(
     [
         "Float16Compression()",
         "Uniform8BitQuantization()",
+        "Quantile8BitQuantization()",
         "ours.Blockwise4BitQuantization()",
         "ours.TopKCompression(share=1/8)",
     ],
@@ -104,16 +105,17 @@ def test_a_killed_peer_costs_the_others_no_step_and_no_sample(swarm: Swarm) -> N
     assert_ledger([first, second])
 
 
-def test_a_codec_that_fails_is_an_error_that_the_user_sees_and_the_others_go_on(swarm: Swarm) -> None:
+@pytest.mark.parametrize("part", ["encode", "decode"])
+def test_a_codec_that_fails_is_an_error_that_the_user_sees_and_the_others_go_on(swarm: Swarm, part: str) -> None:
     common = {"strategy_code": {"grad_compression": "Float16Compression()"}, "trainer": ENDLESS, "delay_s": 0.05}
     first, second = swarm.start(2, **common)
-    (victim,) = swarm.start(1, together=False, scenario="swarm.faults:codec_fails", **common)
+    (victim,) = swarm.start(1, together=False, scenario=f"swarm.faults:cannot_{part}", **common)
     victim.wait_epoch(max(first.commits) + 3, timeout_s=60)
     (victim.folder / "fail").touch()
     error = victim.wait_for("raised", timeout_s=90)
     assert error["kind"] == "SwarmError", error["trace"]
     assert "this peer's part in a round failed 3 times in a row" in error["text"]
-    assert "ValueError: induced: cannot be encoded" in error["text"]
+    assert f"ValueError: induced: cannot {part}" in error["text"]
     assert victim.said("RoundIncomplete", kind="gradients"), "each attempt is told"
     victim.wait_exit(code=1)
     for peer in (first, second):

@@ -288,6 +288,12 @@ class TestBars:
         copy, longest = joiner_bars([(50, joined)])
         assert (copy.found, copy.holds, longest.found, longest.holds) == ("1.60", True, "2.50", False)
 
+    def test_a_joiner_of_a_small_model_has_two_seconds(self) -> None:
+        joined = Joiner(copy_s=0.01, states=1, join_s=1.8, step_s=1.0, longest_s=2.5)
+        join, longest = joiner_bars([(1, joined)])
+        assert (join.what, join.found, join.holds) == ("joiner, 1M: join", "1.80 s", True)
+        assert (longest.found, longest.holds) == ("2.50", False)
+
     def test_a_machine_that_has_its_memory_is_another_row(self) -> None:
         cold = Joiner(copy_s=0.5, states=1, join_s=1.8, step_s=1.0, longest_s=2.5)
         warm = replace(cold, held=True, longest_s=1.5)
@@ -379,7 +385,11 @@ class TestWindows:
     def test_the_end_of_a_single_step_is_no_measurement(self, tmp_path: Path) -> None:
         found = self.of(tmp_path, [5.0, 25.0, 45.0])
         assert math.isnan(found.step_s)
-        assert found.failure == f"{NO_STEP} within 30 s"
+        assert found.failure == "no whole step within 30 s"
+
+    def test_a_step_that_hangs_counts_for_as_long_as_it_was_seen(self, tmp_path: Path) -> None:
+        found = self.of(tmp_path, [2.0, 10.0, 12.0, 14.0])
+        assert (found.steps, found.step_s, found.cpu_s, found.failure) == (2, 10.0, 20.0, "")
 
 
 def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

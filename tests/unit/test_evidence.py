@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BOTH = frozenset({"native", "hivemind"})
 #: a decorator of a test, or of none
 MARKS = {"HIVEMIND_ONLY": frozenset({"hivemind"}), "ANY_ENGINE": frozenset({"native"})}
+#: whose names are in a file of unit tests that is about one engine
+PACKAGES = {"native": "native", "stock": "hivemind"}
 NAMED = re.compile(r"`(test_\w+)`")
 #: what no test can reach from here, and the table says so
 OUT_OF_REACH = {"use_ipfs"}
@@ -25,7 +27,7 @@ BEFORE_ANY_ENGINE = {"use_relay", "use_auto_relay", "trusted_relays", "startup_t
 
 
 def engines_of_tests() -> dict[str, frozenset[str]]:
-    """Of each test with real peers, the engines on which it runs (``make test-full``)."""
+    """Of each test the engines of which it shows something: with real peers those of ``make test-full``."""
     found: dict[str, frozenset[str]] = {}
 
     def visit(body: list[ast.stmt], usual: frozenset[str]) -> None:
@@ -44,6 +46,10 @@ def engines_of_tests() -> dict[str, frozenset[str]]:
 
     for path in (ROOT / "tests" / "swarm").glob("test_*.py"):
         visit(ast.parse(path.read_text(encoding="utf-8")).body, BOTH)
+    for path in (ROOT / "tests" / "unit").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        own = {engine for package, engine in PACKAGES.items() if f"lightning_hivemind.engine.{package}" in text}
+        visit(ast.parse(text).body, frozenset(own) or BOTH)
     return found
 
 
@@ -59,8 +65,8 @@ def rows() -> dict[str, frozenset[str]]:
         covered: frozenset[str] = frozenset()
         for part in re.split("[;,]", cells[1]):
             for name in NAMED.findall(part):
-                said = frozenset({"native"}) if "(native)" in part else BOTH
-                covered |= real.get(name, said)
+                assert name in real, f"there is no {name}"
+                covered |= real[name]
         for argument in re.findall(r"`(\w+)`", cells[0]):
             found[argument] |= covered
     return found

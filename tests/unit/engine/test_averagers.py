@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 from hivemind.optim.grad_averager import GradientAverager
 from hivemind.optim.power_sgd_averager import PowerSGDGradientAverager
+from hivemind.optim.state_averager import TrainingStateAverager
 
-from lightning_hivemind.engine.stock.averagers import KeepsFeedback, checked, received_share
+from lightning_hivemind.engine.stock.averagers import KeepsFeedback, TrainingState, checked, received_share
 from lightning_hivemind.errors import DaemonError
 
 
@@ -83,3 +85,19 @@ def test_who_reduces_nothing_and_has_nothing_to_average_lacks_nothing() -> None:
         tensor_part_reducer=SimpleNamespace(num_parts=0, num_senders=2, num_parts_received=[0, 0]),
     )
     assert received_share(runner) == 1.0
+
+
+def test_a_donor_sends_copies_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It steps on while they are sent."""
+    live = torch.ones(3)
+    monkeypatch.setattr(TrainingStateAverager, "get_current_state", lambda self: ({"epoch": 1}, (live,), ("info",)))
+
+    class Donor(TrainingState):
+        def __del__(self) -> None:
+            """It was never started."""
+
+    donor = Donor.__new__(Donor)
+    donor.lock_commit = threading.RLock()
+    metadata, (sent,), infos = donor.get_current_state()
+    live.zero_()
+    assert (metadata, sent.tolist(), infos) == ({"epoch": 1}, [1.0, 1.0, 1.0], ("info",))

@@ -7,7 +7,6 @@ talk, so frames may be in another order the next time, and the stream of a run t
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import threading
@@ -34,8 +33,8 @@ from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.errors import WireError
 from swarm.town import Town, wait_for
 from unit.native.test_driver import TARGET, Trainee
+from unit.seeds import seeds
 
-first, last = map(int, os.environ.get("SEEDS", "0:60").split(":"))
 #: some chunks take more than a piece
 LAYOUT = Layout(3 * PIECE_BYTES // 4 + 1000, chunk_elements=PIECE_BYTES // 2)
 SETTINGS = Settings(run="run", target_samples=TARGET, chunks=LAYOUT.chunks)
@@ -175,7 +174,7 @@ def broken(chance: random.Random, frames: Sequence[Frame]) -> bytes:
     return bytes(stream)
 
 
-@pytest.mark.parametrize("seed", range(first, last))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_whatever_a_connection_brings_this_peer_trains_on(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     stream = broken(chance, recorded())

@@ -6,7 +6,6 @@ chunks or member, it is struck in every phase, and what that costs the others is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -18,6 +17,7 @@ from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.trainer import Habits, SimulatedPeer
 from lightning_hivemind.simulation.world import World
 from unit.protocol.test_hostile import assert_one_lineage
+from unit.seeds import MANY
 
 NAMES = ("p0", "p1", "p2")
 BATCH_S = 0.1
@@ -27,7 +27,7 @@ WARM = 3
 NOTICED_S = 0.01
 FROZEN_S, CUT_S = 6.0, 3.0
 #: deaths come at every message, the other faults at every third one, with ``make hostile`` at every one, too
-OTHERS = 1 if "SEEDS" in os.environ else 3
+OTHERS = 1 if MANY else 3
 
 
 class Line:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import typing
 from dataclasses import is_dataclass, replace
@@ -22,13 +21,13 @@ from lightning_hivemind.engine.native.wire.encoding import MAX_INT, decode, enco
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.errors import WireError
 from swarm.table import Data, Table
+from unit.seeds import seeds
 
 SETTINGS = Settings(run="run", target_samples=16, chunks=3, matchmaking_s=1.0, stall_s=1.0, round_s=3.0)
 NAMES = ["a", "b", "liar"]
 #: so many letters of the liar are replaced in a run at most
 MOST = 12
-first, last = map(int, os.environ.get("SEEDS", "0:150").split(":"))
-SEEDS = range(first, last)
+SEEDS = seeds(150)
 
 KINDS = typing.get_args(messages.Message)
 NUMBERS = [0, 1, 2, 3, 7, 24, 1000, 2**32, 2**62, MAX_INT]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lightning_hivemind.simulation.faults import Schedule
+from unit.seeds import examples
 
 NAMES = ["p0", "p1", "p2", "p3"]
 CALM_S = 20.0
@@ -57,5 +58,5 @@ class Trouble(RuleBasedStateMachine):
             self.world.check_ledger(peer)
 
 
-Trouble.TestCase.settings = settings(max_examples=25, stateful_step_count=15)
+Trouble.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=15)
 TestTrouble = Trouble.TestCase

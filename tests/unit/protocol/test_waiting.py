@@ -15,6 +15,7 @@ from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp
 from lightning_hivemind.engine.native.protocol.messages import Message
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from swarm.table import Data, Table
+from unit.seeds import examples
 
 SETTINGS = Settings(run="run", target_samples=16, chunks=3, matchmaking_s=1.0, stall_s=1.0, round_s=3.0)
 HONEST, MUTE = ["a", "b", "c"], "mute"
@@ -92,5 +93,5 @@ class Waiting(RuleBasedStateMachine):
         assert len(self.table.applied[MUTE]) > before, "it makes no steps any more"
 
 
-Waiting.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+Waiting.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
 TestWaiting = Waiting.TestCase

@@ -41,6 +41,22 @@ def test_a_step_of_equal_peers_takes_as_long_as_their_batches(peers: int) -> Non
     assert found.step_s_median == pytest.approx(4 * 0.2, rel=0.1)
 
 
+def test_the_coordinator_has_as_many_messages_for_each_other_peer_in_a_swarm_of_any_size() -> None:
+    """Called, it joins, gets the plan, is done and gets the commit; progress is told besides."""
+
+    def messages(peers: int) -> float:
+        target = 4 * 32 * peers
+        found = forecast(
+            Scenario(peers=peers, profile="perfect", parameters=1000, batch_s=0.2, target_batch_size=target, steps=6)
+        )
+        assert found.coordinator_message_bytes > 10 * found.coordinator_messages
+        return found.coordinator_messages / (peers - 1)
+
+    few = messages(4)
+    assert 5 <= few < 20
+    assert messages(16) == pytest.approx(few, rel=0.1)
+
+
 def test_a_slower_uplink_makes_steps_slower_in_proportion() -> None:
     def step_s(up_mbit_s: float) -> float:
         found = forecast(
@@ -69,6 +85,9 @@ def test_churn_loses_nothing_that_is_not_counted(seed: int) -> None:
     assert found.crashes > 3, "nothing happened"
     assert found.restarts > 0
     assert found.steps == 15
+    assert found.full_rounds is not None
+    assert 0 < found.full_rounds < 1, "some were called and died, and most rounds had everybody that was called"
+    assert 2 < found.members < 8
     assert found.samples_lost_by_crash > 0
     assert found.samples_committed > 0
 
