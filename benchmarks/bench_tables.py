@@ -25,12 +25,11 @@ STEPS_CAPTION = """## Seconds per global step
 A model of ten parameters; each peer gives four batches, so a step *computes* for four times what a batch takes; the
 target is the same for all. The measurement begins once all peers have met in a round, or after 20 s. *s per step*: time
 per epoch of peer 0, whoever made it, from the first that ends in the window to the last (or to the window's end, if the
-next one takes longer). *s per whole step*: the same
-time per whole round of peer 0, in which the gradients of all peers were averaged completely (with local updates: their
-parameters); epochs that a peer makes alone or downloads are quick and worth little. Ratios are of whole steps; *over
-compute*: of what a whole step takes longer than its computation. *wait*: how long training of peer 0 stood still for
-one round. *samples*: that peer 0 gave to a step, 16 being its share; more means that the target was noticed late.
-*CPU*: seconds of all processes of all peers, daemons included."""
+next one takes longer). *s per whole step*: the same time per whole round of peer 0, in which the gradients of all peers
+were averaged completely (with local updates: their parameters); epochs that a peer makes alone or downloads are quick
+and worth little. Ratios are of whole steps; *over compute*: of what a whole step takes longer than its computation.
+*wait*: how long training of peer 0 stood still for one round. *samples*: that peer 0 gave to a step, 16 being its
+share; more means that the target was noticed late. *CPU*: seconds of all processes of all peers, daemons included."""
 
 AVERAGING_CAPTION = """## Averaging
 

@@ -229,15 +229,15 @@ def _kill(process: psutil.Process) -> None:
 
 def read_turn(turn: Turn, folder: Path) -> None:
     """What the processes have written in ``folder``."""
-    for index in range(turn.spec.peers if turn.spec.swarm else 0):
-        every = json_lines(folder / f"marks-{index}.jsonl")
-        turn.history.append(rounds_of_marks(every, outcomes_of(turn.spec, folder, index)))
+    marks_of = [json_lines(folder / f"marks-{index}.jsonl") for index in range(turn.spec.peers)]
+    for index, marks in enumerate(marks_of if turn.spec.swarm else ()):
+        turn.history.append(rounds_of_marks(marks, outcomes_of(turn.spec, folder, index)))
     window_path = folder / "window.json"
     if turn.failure or not window_path.exists():
         return
     window = json.loads(window_path.read_text(encoding="utf-8"))
     first, last = window["first"], window["last"]
-    ends = [one for one in json_lines(folder / "marks-0.jsonl") if first["time"] <= one["time"] <= last["time"]]
+    ends = [one for one in marks_of[0] if first["time"] <= one["time"] <= last["time"]]
     if len(ends) < 2:
         turn.failure = f"no whole step within {last['time'] - first['time']:.0f} s"
         return
@@ -249,9 +249,9 @@ def read_turn(turn: Turn, folder: Path) -> None:
     # the one that was cut off takes so long at least: it may hang
     turn.step_s = max((end - begin) / turn.steps, (last["time"] - begin) / (turn.steps + 1))
     turn.cpu_s = (last["cpu_s"] - first["cpu_s"]) / (last["time"] - first["time"]) * turn.step_s
-    for index in range(turn.spec.peers):
-        every = [mark for mark in json_lines(folder / f"marks-{index}.jsonl") if mark["time"] <= end]
-        marks = [*[one for one in every if one["time"] <= begin][-1:], *[one for one in every if one["time"] > begin]]
+    for index, every in enumerate(marks_of):
+        marks = [one for one in every if one["time"] <= begin][-1:]
+        marks += [one for one in every if begin < one["time"] <= end]
         turn.rounds.append(rounds_of_marks(marks, outcomes_of(turn.spec, folder, index)))
         if len(marks) > 1 and (turn.spec.uplink_mbit_s or index == 0):
             sent = (marks[-1]["sent"] - marks[0]["sent"]) / (marks[-1]["epoch"] - marks[0]["epoch"])

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 from bench_bars import bars_of_turns
@@ -122,7 +123,9 @@ def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, f
 def run_joiners(sizes: Sequence[int], repeat: int, keep: Path | None) -> list[tuple[int, Joiner]]:
     """One repeat."""
     found = []
-    for millions, held in [(size, held) for size in sizes for held in ((False,) if size <= SMALL else (False, True))]:
+    for millions, held in product(sizes, (False, True)):
+        if held and millions <= SMALL:
+            continue  # it needs hardly any
         found.append((millions, run_joiner(millions, keep, held=held)))
         print(f"[repeat {repeat + 1}] {millions}M: {found[-1][1]}", file=sys.stderr, flush=True)
     return found

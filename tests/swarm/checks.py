@@ -12,9 +12,10 @@ def assert_ledger(peers: Iterable[Peer]) -> None:
     """Each commit's count of samples is that of the next batches which the peer gave, and which no step has had yet.
 
     A step that counted samples again would run out of batches in the end, and its parameters are not those of
-    :func:`.replay`, which is given these batches.
+    :func:`.replay`, which is given these batches. Nor does the data come twice within one pass.
     """
     for peer in peers:
+        seen: list[int] = []
         commits = peer.commits
         newest = max(commits, default=-1)  # a running peer says first that it committed, and records it a moment later
         for event in peer.said("EpochCommitted"):
@@ -23,6 +24,9 @@ def assert_ledger(peers: Iterable[Peer]) -> None:
             commit = commits.get(event["epoch"])
             assert commit is not None, f"{peer.name}: epoch {event['epoch']} was committed but not recorded"
             assert event["samples"] == len(commit.indices), f"{peer.name}, epoch {commit.epoch}"
+            seen += commit.indices
+        if len(seen) <= peer.spec.data_samples:  # within one pass over the data
+            assert len(seen) == len(set(seen)), f"{peer.name} used a sample twice"
 
 
 def assert_complete(peers: Sequence[Peer], epochs: Iterable[int]) -> None:

@@ -17,4 +17,4 @@ def seeds(usual: int) -> range:
 
 def examples(usual: int) -> int:
     """Of a state machine, at least as many as usual."""
-    return max(usual, len(seeds(usual)) // SEEDS_PER_EXAMPLE) if MANY else usual
+    return max(usual, len(seeds(usual)) // SEEDS_PER_EXAMPLE)

@@ -148,6 +148,13 @@ class Pair:
                     room[:] = data
                     self.carrier.take("s", header, room, self.now)
 
+    def hand_over(self, lost: Sequence[int] = ()) -> None:
+        """It is offered, asked for, and sent, but for chunks that are ``lost``."""
+        self.begin()
+        self.arrive()
+        self.answer()
+        self.arrive(lost)
+
     def answer(self) -> list[Receipt]:
         """What ``c`` has answered gets back."""
         found = []
@@ -197,10 +204,7 @@ def test_chunks_that_are_lost_are_asked_for_once_nothing_waits_to_be_sent() -> N
 
 def test_a_receipt_that_is_lost_is_said_again_and_nothing_is_taken_twice() -> None:
     pair = Pair()
-    pair.begin()
-    pair.arrive()
-    pair.answer()
-    pair.arrive()
+    pair.hand_over()
     pair.back.take()
     pair.now += ASK_AGAIN_S + 0.1
     pair.look()
@@ -245,10 +249,7 @@ def test_what_may_be_at_a_peer_that_is_lost_is_lost_and_what_cannot_be_there_com
 
 def test_a_line_that_is_back_soon_loses_nothing() -> None:
     pair = Pair()
-    pair.begin()
-    pair.arrive()
-    pair.answer()
-    pair.arrive(lost=[2])
+    pair.hand_over(lost=[2])
     pair.sender.lost("c", pair.now)
     pair.now += 3.0
     pair.look(carriers=())
@@ -301,10 +302,7 @@ def test_who_leaves_the_lineage_while_it_comes_does_not_take_it(why: str) -> Non
 
 def test_what_may_have_been_taken_before_it_became_too_old_is_lost_and_not_said_to_be_too_old() -> None:
     pair = Pair()
-    pair.begin()
-    pair.arrive()
-    pair.answer()
-    pair.arrive()
+    pair.hand_over()
     pair.back.take()
     pair.here.oldest = 4
     pair.look()
@@ -314,10 +312,7 @@ def test_what_may_have_been_taken_before_it_became_too_old_is_lost_and_not_said_
 
 def test_who_was_frozen_reads_what_was_answered_meanwhile_before_it_gives_up() -> None:
     pair = Pair()
-    pair.begin()
-    pair.arrive()
-    pair.answer()
-    pair.arrive()
+    pair.hand_over()
     pair.now += 2 * ANSWER_S
     pair.sender.suspended(pair.now)
     pair.look()

@@ -41,7 +41,7 @@ class _UnderWay:
     began: float
     heard_at: float
     asked_at: float
-    heads: tuple[Head, ...]
+    offered: Offered
     token: bytes | None = None
     sent: bool = False
 
@@ -88,8 +88,8 @@ class Sender:
             parcel = self._training.hand_over(self.takes_s)
             if parcel is not None:
                 number = secrets.token_bytes(16)
-                to, heads = carriers[0], self._heads()
-                self._under_way = _UnderWay(number, to, parcel, now, heard_at=now, asked_at=now, heads=heads)
+                offered = Offered(parcel.samples, parcel.epoch, self._heads())
+                self._under_way = _UnderWay(number, carriers[0], parcel, now, now, now, offered)
                 self._ask(self._under_way, now)
         elif (one := self._under_way) is not None:
             if self._training.too_old(one.parcel.epoch):
@@ -139,7 +139,7 @@ class Sender:
 
     def _ask(self, one: _UnderWay, now: float) -> None:
         one.asked_at = now
-        data = write_offer(Offered(one.parcel.samples, one.parcel.epoch, one.heads))
+        data = write_offer(one.offered)
         self._links.send(one.to, Header(kind=Kind.OFFERED, round=one.number, length=len(data)), (data,))
 
     def _send(self, one: _UnderWay, chunks: Collection[int]) -> None:

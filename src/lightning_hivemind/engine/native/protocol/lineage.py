@@ -104,8 +104,9 @@ class History:
         self._commits.append(commit)
 
     @property
-    def last(self) -> Commit | None:
-        return self._commits[-1] if self._commits else None
+    def before(self) -> Head | None:
+        """Where the last of them led on from."""
+        return self._commits[-1].parent if self._commits else None
 
     def of_round(self, round_id: bytes) -> Commit | None:
         return next((one for one in self._commits if one.round == round_id), None)

@@ -32,8 +32,7 @@ class Standing:
     @property
     def heads(self) -> tuple[Head, ...]:
         """The head, and the one before it, as far as they are known."""
-        last = self.history.last
-        return (*([] if self.head is None else [self.head]), *([] if last is None else [last.parent]))
+        return tuple(head for head in (self.head, self.history.before) if head is not None)
 
     def knows(self, head: Head) -> bool:
         """Whether this peer's lineage is or was there lately."""
