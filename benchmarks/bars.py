@@ -30,6 +30,7 @@ BENCHMARKS = {
             "Float16Compression",
             "BFloat16Compression",
             "Uniform8BitQuantization",
+            "Quantile8BitQuantization",
             "Blockwise4BitQuantization",
             "TopKCompression",
             "SizeAdaptive",

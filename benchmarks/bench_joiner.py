@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import mmap
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -27,7 +25,6 @@ BEFORE = 8  # steps of those that are there, before the joiner starts
 AFTER = 8  # and with it
 SMALL = 5  # millions of parameters, of a model of which a join is no more than questions
 PATIENCE_S = 120.0
-HELD_STATES = 20  # memory that is kept from a host that would take it back: several times what all peers map for a join
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +32,6 @@ class Joiner:
     """One repeat. Seconds.
 
     Attributes:
-        held: whether the machine had its memory from its host: see :func:`_held_memory`.
         copy_s: of a plain copy over TLS, between two processes, while the peers train.
         quiet_s: the same with nobody else there.
         states: states that the joiner has taken until it was ready.
@@ -46,7 +42,6 @@ class Joiner:
         failure: why there is nothing to read; the numbers are NaN then.
     """
 
-    held: bool = False
     copy_s: float = math.nan
     quiet_s: float = math.nan
     states: int = 0
@@ -72,11 +67,10 @@ def joiner_spec(millions: int) -> TurnSpec:
     )
 
 
-def run_joiner(millions: int, keep: Path | None = None, *, held: bool = False) -> Joiner:
+def run_joiner(millions: int, keep: Path | None = None) -> Joiner:
     """One repeat. Never raises for what peers do: a repeat that fails is a result.
 
     Args:
-        held: see :class:`Joiner`.
         keep: folder in which the processes' files are kept; they are deleted otherwise.
     """
     spec, folder = joiner_spec(millions), Path(tempfile.mkdtemp(prefix="bench-", dir=keep))
@@ -84,19 +78,16 @@ def run_joiner(millions: int, keep: Path | None = None, *, held: bool = False) -
     quiet_s, copy_s = plain_copy_s(spec.parameters * FLOAT32_BYTES), math.nan
     peers = start_all(spec, folder, [None] * spec.peers)
     try:
-        with _held_memory(HELD_STATES * spec.parameters * FLOAT32_BYTES * held) as release:
-            _until(folder, peers, 0, BEFORE)
-            copied = time.time()
-            copy_s = plain_copy_s(spec.parameters * FLOAT32_BYTES)
-            _until(folder, peers, 0, 3, since=time.time())
-            started = time.time()
-            peers.append(start_peer(folder, spec.peers, {}))
-            _until_started(folder, peers, spec.peers)
-            release()
-            _until(folder, peers, spec.peers, 1)
-            _until(folder, peers, 0, AFTER, since=time.time())
+        _until(folder, peers, 0, BEFORE)
+        copied = time.time()
+        copy_s = plain_copy_s(spec.parameters * FLOAT32_BYTES)
+        _until(folder, peers, 0, 3, since=time.time())
+        started = time.time()
+        peers.append(start_peer(folder, spec.peers, {}))
+        _until(folder, peers, spec.peers, 1)
+        _until(folder, peers, 0, AFTER, since=time.time())
     except (TimeoutError, EOFError) as error:  # the end of another process
-        return Joiner(held=held, copy_s=copy_s, quiet_s=quiet_s, failure=str(error) or repr(error))
+        return Joiner(copy_s=copy_s, quiet_s=quiet_s, failure=str(error) or repr(error))
     finally:
         stop_all(peers)
     steps = json_lines(folder / "marks-0.jsonl")
@@ -106,11 +97,10 @@ def run_joiner(millions: int, keep: Path | None = None, *, held: bool = False) -
     ready = next(one["time"] for one in events if one["event"] == "SwarmReady")
     loaded = [one for one in events if one["event"] == "StateLoaded" and one["time"] <= ready]
     if not loaded:
-        return Joiner(held=held, copy_s=copy_s, quiet_s=quiet_s, failure="the joiner was ready without a state")
+        return Joiner(copy_s=copy_s, quiet_s=quiet_s, failure="the joiner was ready without a state")
     spans = [(after["time"] - before["time"], after["time"]) for before, after in pairwise(steps)]
     asked = loaded[0]["time"] - loaded[0]["duration_s"]
     return Joiner(
-        held=held,
         copy_s=copy_s,
         quiet_s=quiet_s,
         states=len(loaded),
@@ -128,50 +118,12 @@ def _until(folder: Path, peers: Sequence[BaseProcess], index: int, steps: int, s
     _wait(folder, peers, f"{steps} steps of peer {index}", made)
 
 
-def _until_started(folder: Path, peers: Sequence[BaseProcess], index: int) -> None:
-    def told() -> bool:
-        return any(event["event"] == "PeerStarted" for event in json_lines(folder / f"events-{index}.jsonl"))
-
-    _wait(folder, peers, f"start of peer {index}", told)
-
-
 def _wait(folder: Path, peers: Sequence[BaseProcess], what: str, there: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not there():
         if not all(peer.is_alive() for peer in peers) or time.monotonic() > deadline:
             raise TimeoutError(f"no {what} in {PATIENCE_S:.0f} s, or a peer ended: see {folder}")
         time.sleep(0.1)
-
-
-@contextmanager
-def _held_memory(size_bytes: int) -> Iterator[Callable[[], None]]:
-    """Another process has so much memory until it is released: then the system has that much which is really there.
-
-    A virtual machine may give its host all memory that is free for a second or two. To get a megabyte of it again takes
-    the kernel 2 to 3 ms there, on the same cores as the peers, instead of 0.1 to 0.3 ms; a join of 50M maps 1 GB.
-    """
-    ours, theirs = STARTER.Pipe()
-    holder = STARTER.Process(target=_hold, args=(theirs, size_bytes), daemon=True)
-    holder.start()
-    theirs.close()
-    ours.recv()
-
-    def release() -> None:
-        ours.close()
-        holder.join()
-
-    try:
-        yield release
-    finally:
-        release()
-
-
-def _hold(pipe: Connection, size_bytes: int) -> None:
-    with mmap.mmap(-1, max(1, size_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        for start in range(0, size_bytes, mmap.PAGESIZE):
-            memory[start] = 1
-        pipe.send(None)
-        pipe.poll(None)  # until the other end is closed
 
 
 def plain_copy_s(size_bytes: int) -> float:
@@ -210,8 +162,8 @@ def _receive(pipe: Connection, size_bytes: int) -> None:
 def joiner_bars(found: Sequence[tuple[int, Joiner]]) -> list[Bar]:
     """Of each size."""
     bars = []
-    for (millions, held), own in _grouped(found):
-        what = f"joiner, {millions}M{', memory held' * held}"
+    for millions, own in _grouped(found):
+        what = f"joiner, {millions}M"
         longest = [one.longest_s / one.step_s for one in own]
         if millions <= SMALL:
             bars.append(at_most(f"{what}: join", 2.0, [one.join_s for one in own], " s"))
@@ -222,9 +174,8 @@ def joiner_bars(found: Sequence[tuple[int, Joiner]]) -> list[Bar]:
     return bars
 
 
-def _grouped(found: Sequence[tuple[int, Joiner]]) -> list[tuple[tuple[int, bool], list[Joiner]]]:
-    ways = sorted({(size, one.held) for size, one in found})
-    return [(way, [one for size, one in found if (size, one.held) == way]) for way in ways]
+def _grouped(found: Sequence[tuple[int, Joiner]]) -> list[tuple[int, list[Joiner]]]:
+    return [(size, [one for other, one in found if other == size]) for size in sorted({size for size, _ in found})]
 
 
 def joiner_table(found: Sequence[tuple[int, Joiner]]) -> str:
@@ -237,15 +188,13 @@ def joiner_table(found: Sequence[tuple[int, Joiner]]) -> str:
         " *join*: from its first question for a state until it is ready to train, however many states it takes; a step"
         " of the others is allowed for, and taken off in the ratio. *step*: of the first peer, before, median."
         " *longest step*: its, from that question on; *starting*: from the start of the third's process on, which"
-        " makes its model on the same cores. *memory held*: the same where the machine has had its memory from its host"
-        " (a virtual machine may have given back what is free, and each megabyte then takes 2 to 3 ms of these cores to"
-        " get); giving it free is a little work on these cores, too. Seconds, median (range) over repeats."
+        " makes its model on the same cores. Seconds, median (range) over repeats."
     )
     rows = []
-    for (millions, held), own in _grouped(found):
+    for millions, own in _grouped(found):
         rows.append(
             [
-                f"{millions}M{', memory held' * held}",
+                f"{millions}M",
                 summary(one.copy_s for one in own).show(),
                 summary(one.quiet_s for one in own).show(),
                 summary(one.join_s for one in own).show(),

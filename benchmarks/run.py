@@ -19,12 +19,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 
 from bench_bars import bars_of_turns
 from bench_forecast import forecast_bars, forecast_specs, forecast_table
-from bench_joiner import SMALL, Joiner, joiner_bars, joiner_table, run_joiner
+from bench_joiner import Joiner, joiner_bars, joiner_table, run_joiner
 from bench_more import OtherMeasurement, both, measured_before
 from bench_plan import averaging_specs, full_plan, quick_plan
 from bench_results import Run, report, write
@@ -123,10 +122,8 @@ def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, f
 def run_joiners(sizes: Sequence[int], repeat: int, keep: Path | None) -> list[tuple[int, Joiner]]:
     """One repeat."""
     found = []
-    for millions, held in product(sizes, (False, True)):
-        if held and millions <= SMALL:
-            continue  # it needs hardly any
-        found.append((millions, run_joiner(millions, keep, held=held)))
+    for millions in sizes:
+        found.append((millions, run_joiner(millions, keep)))
         print(f"[repeat {repeat + 1}] {millions}M: {found[-1][1]}", file=sys.stderr, flush=True)
     return found
 

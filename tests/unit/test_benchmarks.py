@@ -294,15 +294,6 @@ class TestBars:
         assert (join.what, join.found, join.holds) == ("joiner, 1M: join", "1.80 s", True)
         assert (longest.found, longest.holds) == ("2.50", False)
 
-    def test_a_machine_that_has_its_memory_is_another_row(self) -> None:
-        cold = Joiner(copy_s=0.5, states=1, join_s=1.8, step_s=1.0, longest_s=2.5)
-        warm = replace(cold, held=True, longest_s=1.5)
-        bars = {bar.what: bar.holds for bar in joiner_bars([(50, warm), (50, cold)]) if "longest" in bar.what}
-        assert bars == {
-            "joiner, 50M: longest step of another / step": False,
-            "joiner, 50M, memory held: longest step of another / step": True,
-        }
-
     def test_what_json_does_not_have_is_null(self) -> None:
         assert plain({"a": [math.nan, math.inf, 0.12345678], "time": 1}) == {"a": [None, None, 0.123457]}
 

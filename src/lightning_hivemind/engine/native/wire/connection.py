@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
-from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, more
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.engine.native.wire.speed import line_of, sent
 
@@ -118,21 +118,23 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
     The time-out is for a line that stands still: nothing arrives from one to the next. One that is slow, or shared by
     many peers, may take several for what is given to TLS at once, which cannot be taken back.
     """
-    parts: Payload = (header.pack(), *payload)
-    if sum(len(part) for part in payload) <= DRAIN_BYTES:
-        parts = (b"".join(parts),)  # one packet, not several
-    at_once = TLS_BYTES if isinstance(sock, ssl.SSLSocket) else PIECE_BYTES
+    left: list[memoryview | bytes] = [header.pack(), *payload]
+    if sum(map(len, payload)) <= DRAIN_BYTES:
+        left = [b"".join(left)]  # one packet, not several
+    encrypts = isinstance(sock, ssl.SSLSocket)
     arrived: tuple[int, float] | None = None  # to ask the system before each piece costs more than its checksum
-    for part in parts:
-        left = memoryview(part)
-        while left:  # not sendall, whose timeout is for all of it
-            piece = left[:at_once]
-            try:
-                left = left[sock.send(piece) :]
-            except TimeoutError:
-                before, arrived = arrived, sent(sock)
-                if arrived is None or (before is not None and arrived[0] <= before[0]):
-                    raise
+    while left:  # not sendall, whose timeout is for all of it
+        try:
+            count = sock.send(memoryview(left[0])[:TLS_BYTES]) if encrypts else sock.sendmsg(left)
+        except TimeoutError:
+            before, arrived = arrived, sent(sock)
+            if arrived is None or (before is not None and arrived[0] <= before[0]):
+                raise
+            continue
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = memoryview(left[0])[count:]
 
 
 def pieces(header: Header, payload: Payload, most: int = PIECE_BYTES) -> Iterator[tuple[Header, Payload]]:
@@ -149,10 +151,10 @@ def pieces(header: Header, payload: Payload, most: int = PIECE_BYTES) -> Iterato
             piece.append(left[:room])
             room, left = room - len(piece[-1]), left[room:]
             if not room:
-                yield Header(kind=Kind.MORE, length=most), piece
+                yield more(most), piece
                 piece, room = [], most
     if piece:
-        yield Header(kind=Kind.MORE, length=most - room), piece
+        yield more(most - room), piece
 
 
 def read_exactly(sock: socket.socket, memory: memoryview) -> None:

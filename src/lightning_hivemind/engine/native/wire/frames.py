@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 from lightning_hivemind.errors import WireError
 
@@ -67,23 +68,34 @@ class Header:
         Raises:
             WireError: these are no header of this protocol: the stream cannot be read on.
         """
-        if len(data) != HEADER_BYTES:
-            raise WireError(f"a header of {len(data)} bytes instead of {HEADER_BYTES}")
-        magic, protocol, kind, round_id, chunk, version, length, checksum = _LAYOUT.unpack(data)
-        if magic != _MAGIC:
-            raise WireError(f"no frame of lightning-hivemind: it begins with {bytes(magic)!r}")
-        if protocol != PROTOCOL:
-            raise WireError(f"protocol {protocol}, this peer speaks {PROTOCOL}: use the same release on all peers")
-        try:
-            known = Kind(kind & ~_IN_PIECES)
-        except ValueError:
-            raise WireError(f"unknown kind of frame {kind}") from None
-        return cls(
-            kind=known,
-            round=bytes(round_id),
-            chunk=chunk,
-            version=version,
-            length=length,
-            checksum=checksum,
-            in_pieces=bool(kind & _IN_PIECES),
-        )
+        return _read(bytes(data))
+
+
+@lru_cache(maxsize=64)  # almost all are of pieces, and alike
+def _read(data: bytes) -> Header:
+    if len(data) != HEADER_BYTES:
+        raise WireError(f"a header of {len(data)} bytes instead of {HEADER_BYTES}")
+    magic, protocol, kind, round_id, chunk, version, length, checksum = _LAYOUT.unpack(data)
+    if magic != _MAGIC:
+        raise WireError(f"no frame of lightning-hivemind: it begins with {magic!r}")
+    if protocol != PROTOCOL:
+        raise WireError(f"protocol {protocol}, this peer speaks {PROTOCOL}: use the same release on all peers")
+    try:
+        known = Kind(kind & ~_IN_PIECES)
+    except ValueError:
+        raise WireError(f"unknown kind of frame {kind}") from None
+    return Header(
+        kind=known,
+        round=round_id,
+        chunk=chunk,
+        version=version,
+        length=length,
+        checksum=checksum,
+        in_pieces=bool(kind & _IN_PIECES),
+    )
+
+
+@lru_cache(maxsize=64)
+def more(length: int) -> Header:
+    """Of a piece."""
+    return Header(kind=Kind.MORE, length=length)

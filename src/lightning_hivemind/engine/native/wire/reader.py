@@ -43,7 +43,7 @@ class Reader:
 
     def __init__(self, sock: socket.socket, peer: PeerId, sink: Sink, *, verifies: bool) -> None:
         self._sock, self._peer, self._sink, self._verifies = sock, peer, sink, verifies
-        self._scratch = memoryview(bytearray(max(DRAIN_BYTES, HEADER_BYTES)))
+        self._scratch, self._head = memoryview(bytearray(DRAIN_BYTES)), memoryview(bytearray(HEADER_BYTES))
         #: of which more is to come
         self._long: _Frame | None = None
 
@@ -54,8 +54,8 @@ class Reader:
             OSError: the connection is gone, or silent for too long.
             WireError: what came is no frame, or one that cannot be.
         """
-        read_exactly(self._sock, self._scratch[:HEADER_BYTES])
-        header = Header.unpack(self._scratch[:HEADER_BYTES])
+        read_exactly(self._sock, self._head)
+        header = Header.unpack(self._head)
         if header.kind is Kind.PING and header.length == 0:
             return
         if header.kind is Kind.MORE:
