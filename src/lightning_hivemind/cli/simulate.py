@@ -109,7 +109,11 @@ def table(scenario: Scenario, found: Forecast, took_s: float) -> str:
     lines = [f"{name:{width}}  {value}" for name, value in rows]
     lines += [f"{'':{width}}  {count} x {reason}" for reason, count in found.reasons.items()]
     if not found.steps:
-        lines.append("No step was made: longer timeouts, fewer values or a smaller codec may help.")
+        lines.append(
+            f"No step was made. The slowest line needs {scenario.slowest_send_s:.1f} s to send a gradient once, of the"
+            f" {scenario.averaging_timeout:g} s of --averaging-timeout: a longer one, fewer values or a smaller codec"
+            " may help."
+        )
     return "\n".join([*lines, f"(simulated in {took_s:.1f} s)"])
 
 

@@ -51,6 +51,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_a_slow_line_is_not_a_dead_one(pair: Pair) -> None:
     writes, reads = pair
     data, found = bytes(range(256)) * (SIZE // 256), bytearray()
+    parts = [data[:5], b"", *(data[at : at + 7] for at in range(5, 14_005, 7)), data[14_005:]]
 
     def read_slowly() -> None:
         reads.settimeout(30.0)
@@ -61,7 +62,7 @@ def test_a_slow_line_is_not_a_dead_one(pair: Pair) -> None:
     reading = threading.Thread(target=read_slowly)
     reading.start()
     began = time.monotonic()
-    write(writes, Header(kind=Kind.RESULT, length=SIZE), (data,))
+    write(writes, Header(kind=Kind.RESULT, length=SIZE), parts)
     reading.join(30.0)
     assert time.monotonic() - began > 2 * TIMEOUT_S
     assert bytes(found[HEADER_BYTES:]) == data

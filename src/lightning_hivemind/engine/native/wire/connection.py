@@ -20,6 +20,8 @@ from lightning_hivemind.engine.native.wire.speed import line_of, sent
 CARRIED_BYTES = 64 << 10
 #: given to TLS at once, which counts the time-out for all of it: a slow connection is not a dead one
 TLS_BYTES = 64 << 10
+#: of a payload that are given to a socket at once: systems take no more than 1024
+MOST_PARTS = 512
 #: of a round trip, as the connection was made: one in the same house
 NEAR_S = 1e-3
 #: of an answer, on a line that is full
@@ -125,7 +127,7 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
     arrived: tuple[int, float] | None = None  # to ask the system before each piece costs more than its checksum
     while left:  # not sendall, whose timeout is for all of it
         try:
-            count = sock.send(memoryview(left[0])[:TLS_BYTES]) if encrypts else sock.sendmsg(left)
+            count = sock.send(memoryview(left[0])[:TLS_BYTES]) if encrypts else sock.sendmsg(left[:MOST_PARTS])
         except TimeoutError:
             before, arrived = arrived, sent(sock)
             if arrived is None or (before is not None and arrived[0] <= before[0]):
