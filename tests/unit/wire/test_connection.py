@@ -51,7 +51,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_a_slow_line_is_not_a_dead_one(pair: Pair) -> None:
     writes, reads = pair
     data, found = bytes(range(256)) * (SIZE // 256), bytearray()
-    parts = [data[:5], b"", *(data[at : at + 7] for at in range(5, 14_005, 7)), data[14_005:]]
 
     def read_slowly() -> None:
         reads.settimeout(30.0)
@@ -62,10 +61,21 @@ def test_a_slow_line_is_not_a_dead_one(pair: Pair) -> None:
     reading = threading.Thread(target=read_slowly)
     reading.start()
     began = time.monotonic()
-    write(writes, Header(kind=Kind.RESULT, length=SIZE), parts)
+    write(writes, Header(kind=Kind.RESULT, length=SIZE), (data,))
     reading.join(30.0)
     assert time.monotonic() - began > 2 * TIMEOUT_S
     assert bytes(found[HEADER_BYTES:]) == data
+
+
+def test_a_frame_of_more_parts_than_a_system_takes_at_once_arrives(pair: Pair) -> None:
+    writes, reads = pair
+    data, found = bytes(range(256)) * (SIZE // 256), bytearray(HEADER_BYTES + SIZE)
+    parts = [data[:5], b"", *(data[at : at + 7] for at in range(5, 14_005, 7)), data[14_005:]]
+    reading = threading.Thread(target=read_exactly, args=(reads, memoryview(found)))
+    reading.start()
+    write(writes, Header(kind=Kind.RESULT, length=SIZE), parts)
+    reading.join(30.0)
+    assert found[HEADER_BYTES:] == data
 
 
 def test_a_line_that_stands_still_is_given_up(pair: Pair) -> None:
