@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -112,17 +112,13 @@ def run_joiner(millions: int, keep: Path | None = None) -> Joiner:
 
 
 def _until(folder: Path, peers: Sequence[BaseProcess], index: int, steps: int, since: float = 0.0) -> None:
-    def made() -> bool:
-        return sum(mark["time"] > since for mark in json_lines(folder / f"marks-{index}.jsonl")) >= steps
+    def made() -> int:
+        return sum(mark["time"] > since for mark in json_lines(folder / f"marks-{index}.jsonl"))
 
-    _wait(folder, peers, f"{steps} steps of peer {index}", made)
-
-
-def _wait(folder: Path, peers: Sequence[BaseProcess], what: str, there: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while not there():
+    while made() < steps:
         if not all(peer.is_alive() for peer in peers) or time.monotonic() > deadline:
-            raise TimeoutError(f"no {what} in {PATIENCE_S:.0f} s, or a peer ended: see {folder}")
+            raise TimeoutError(f"no {steps} steps of peer {index} in {PATIENCE_S:.0f} s, or a peer ended: see {folder}")
         time.sleep(0.1)
 
 

@@ -99,8 +99,7 @@ class Scenario:
     @property
     def slowest_send_s(self) -> float:
         """Seconds in which the profile's slowest uplink carries one peer's gradient once: a round takes no less."""
-        slowest = min(self.up_mbit_s or line.up_mbit_s for line in PROFILES[self.profile].lines)
-        return self.encoded_bytes / (slowest * 1e6 / 8)
+        return self.encoded_bytes / min(self._wire(line, dialled=True).up for line in PROFILES[self.profile].lines)
 
     def settings(self) -> Settings:
         """As the engine derives them from the strategy's arguments."""

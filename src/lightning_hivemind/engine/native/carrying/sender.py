@@ -89,7 +89,9 @@ class Sender:
             if parcel is not None:
                 number = secrets.token_bytes(16)
                 offered = Offered(parcel.samples, parcel.epoch, self._heads())
-                self._under_way = _UnderWay(number, carriers[0], parcel, now, now, now, offered)
+                self._under_way = _UnderWay(
+                    number, carriers[0], parcel, now, heard_at=now, asked_at=now, offered=offered
+                )
                 self._ask(self._under_way, now)
         elif (one := self._under_way) is not None:
             if self._training.too_old(one.parcel.epoch):
