@@ -46,6 +46,8 @@ class Module(L.LightningModule):
         self._batch_s = spec.batch_s
         sizes = [(WIDTH, WIDTH)] * spec.layers or [(10, 1)]
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in sizes))
+        for layer in self.layers:  # torch's own nearly halve what they are given: behind a hundred of them it is zeros
+            torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int = 0) -> torch.Tensor:
         time.sleep(self._batch_s)

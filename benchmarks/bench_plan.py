@@ -48,21 +48,24 @@ def averaging_specs(millions: int, peers: int = 2) -> list[TurnSpec]:
         batches=2,
         batch_s=0.1,
         options={"average_state_every": 10**6},
-        steps=6,
+        warm=1,
+        steps=2,
         window_s=15.0 * max(1.0, millions * peers / 100),  # of the slowest more than a step is to be seen
     )
-    float16 = replace(ours, contender=OURS_FLOAT16, codec="Float16Compression", value_bytes=2.0)
-    uniform = replace(ours, contender=OURS_8BIT, codec="Uniform8BitQuantization", value_bytes=1.0)
+    quick = replace(ours, warm=2, steps=4)
+    # no bar asks for the seconds of float16
+    float16: dict[str, Any] = {"codec": "Float16Compression", "value_bytes": 2.0, "once": True}
+    uniform: dict[str, Any] = {"codec": "Uniform8BitQuantization", "value_bytes": 1.0}
     return [
         ours,
-        native(ours, NATIVE),
-        replace(ours, contender=DDP, kind="ddp", options={}),
-        replace(float16, once=True),  # no bar asks for it
-        native(float16, NATIVE_FLOAT16),
-        uniform,
-        native(uniform, NATIVE_8BIT),
-        native(ours, NATIVE_CLEAR, insecure_lan=True),
-        replace(ours, contender=ALONE, kind="alone", options={}),
+        native(quick, NATIVE),
+        replace(quick, contender=DDP, kind="ddp", options={}),
+        replace(ours, contender=OURS_FLOAT16, **float16),
+        native(replace(quick, **float16), NATIVE_FLOAT16),
+        replace(ours, contender=OURS_8BIT, **uniform),
+        native(replace(quick, **uniform), NATIVE_8BIT),
+        native(quick, NATIVE_CLEAR, insecure_lan=True),
+        replace(quick, contender=ALONE, kind="alone", options={}),
         replace(ours, contender=OURS_STATE, options={}, window_s=2.5 * ours.window_s, once=True),  # twice the bytes
     ]
 
