@@ -47,12 +47,18 @@ def assert_complete(peers: Sequence[Peer], epochs: Iterable[int]) -> None:
 
 
 def assert_in_step(peers: Sequence[Peer], epochs: Iterable[int], *, within: float = 1e-6) -> None:
-    """After each of these epochs the peers' parameters are equal, up to a relative ``within``."""
+    """After each of these epochs the peers are equal: with the native engine bit for bit, and so are their buffers.
+
+    With the other one parameters are, up to a relative ``within``. -1: at the end.
+    """
     first, *others = peers
-    for epoch in epochs:
+    native, checked = first.spec.engine == "native", list(epochs)
+    for epoch in checked:
         for other in others:
             apart = distance(other.parameters(epoch), first.parameters(epoch))
-            assert apart <= within, f"epoch {epoch}: {other.name} is {apart:.2e} from {first.name}"
+            assert apart <= (0.0 if native else within), f"epoch {epoch}: {other.name} is {apart:.2e} from {first.name}"
+        at_step = {peer.name: one["buffers"] for peer in peers for one in peer.said("step", epoch=epoch)}
+        assert len({*at_step.values()}) <= 1 or not native, f"epoch {epoch}: buffers are {at_step}"
 
 
 def together(peers: Sequence[Peer]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.checks import assert_complete, assert_ledger
+from swarm.checks import assert_complete, assert_in_step, assert_ledger
 from swarm.harness import Swarm
 from swarm.marks import ANY_ENGINE, HIVEMIND_ONLY
 from swarm.replay import distance, replay
@@ -120,6 +120,7 @@ def test_power_sgd_averages_gradients_of_low_rank(swarm: Swarm) -> None:
     )
     swarm.finish()
     assert_complete(peers, [1, 2, 3, 4])
+    assert_in_step(peers, [1, 2, 3, 4], within=1e-2)
     moved = replay(peers, 4)
     step = distance(moved[4], moved[0])
     for peer in peers:  # it goes where the gradient goes, but not all the way: what was cut off waits for later steps

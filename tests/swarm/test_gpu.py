@@ -24,7 +24,7 @@ def test_two_peers_on_a_gpu_make_the_same_steps(swarm: Swarm, precision: str, st
     swarm.finish()
     epochs = sorted(set(peers[0].commits) & set(peers[1].commits) - {0})
     assert_complete(peers, epochs)
-    assert_in_step(peers, epochs, within=0.0 if swarm.engine == "native" else 1e-5)
+    assert_in_step(peers, epochs, within=1e-5)
     assert_ledger(peers)
 
 

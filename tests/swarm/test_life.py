@@ -254,7 +254,7 @@ def test_a_peer_left_behind_goes_on_when_the_one_ahead_is_killed(swarm: Swarm) -
 
 
 def test_a_late_joiner_takes_state_and_learning_rate_and_trains_along(swarm: Swarm) -> None:
-    model = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
+    model = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential", "norm": True}
     (first,) = swarm.start(1, together=False, model=model, hold_at=[5], trainer={"max_steps": 8}, delay_s=0.05)
     first.wait_for("holding", epoch=5)
     (late,) = swarm.start(1, together=False, model={**model, "seed": 9}, trainer={"max_steps": 8}, delay_s=0.05)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from swarm.checks import assert_complete, assert_ledger, together
+from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import QUICK, START_S, Peer, Swarm
 from swarm.replay import distance, next_step, replay
 from swarm.spec import ENDLESS, PeerSpec
@@ -32,9 +32,9 @@ def test_peers_are_bit_identical_and_equal_one_process(swarm: Swarm) -> None:
     swarm.finish()
     assert_complete(peers, range(1, steps + 1))
     assert_ledger(peers)
-    assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, steps + 1))
-    at_steps = {(one["epoch"], one["buffers"]) for peer in peers for one in peer.said("step")}
-    assert sorted(epoch for epoch, _ in at_steps) == list(range(1, steps + 1)), "BatchNorm's statistics and counter"
+    assert_in_step(peers, range(1, steps + 1))
+    for peer in peers:
+        assert [one["epoch"] for one in peer.said("step")] == list(range(1, steps + 1)), "buffers were compared, too"
 
 
 def test_no_step_is_made_before_as_many_peers_are_there_as_were_asked_for(swarm: Swarm) -> None:
@@ -62,6 +62,8 @@ def test_without_compression_two_peers_are_one_process_with_the_samples_of_both(
         "Float16Compression()",
         "Uniform8BitQuantization()",
         "Quantile8BitQuantization()",
+        "ours.BFloat16Compression()",
+        "SizeAdaptiveCompression(threshold=99, less=Float16Compression(), greater_equal=Uniform8BitQuantization())",
         "ours.Blockwise4BitQuantization()",
         "ours.TopKCompression(share=1/8)",
     ],
@@ -70,7 +72,7 @@ def test_with_compression_peers_are_still_bit_identical(swarm: Swarm, codec: str
     peers = swarm.start(2, strategy_code={"grad_compression": codec}, trainer={"max_steps": 5}, delay_s=0.02)
     swarm.finish()
     assert_complete(peers, range(1, 6))
-    assert all(len(digests(peers, epoch)) == 1 for epoch in range(1, 6))
+    assert_in_step(peers, range(1, 6))
     assert 1e-7 < distance(peers[0].parameters(1), replay(peers, 1)[1]) < 1e-2
 
 
@@ -92,14 +94,13 @@ def test_who_encrypts_does_not_train_with_who_does_not(swarm: Swarm) -> None:
 
 
 def test_a_killed_peer_costs_the_others_no_step_and_no_sample(swarm: Swarm) -> None:
-    first, second, third = swarm.start(3, trainer=ENDLESS, delay_s=0.05)
+    first, second, third = swarm.start(3, model={"norm": True}, trainer=ENDLESS, delay_s=0.05)
     for peer in (first, second, third):
         peer.wait_epoch(3)
     third.kill()
     for peer in (first, second):
         peer.wait_epoch(max(peer.commits) + 5, timeout_s=60)
-    last = min(max(first.commits), max(second.commits))
-    assert len(digests([first, second], last)) == 1
+    assert_in_step([first, second], [min(max(first.commits), max(second.commits))])
     assert not first.said("RoundMissed")
     assert not second.said("RoundMissed")
     assert_ledger([first, second])
