@@ -42,11 +42,10 @@ def measured_before(
 
 
 def both(before: Mapping[str, str], facts: Mapping[str, str]) -> dict[str, str]:
-    """``facts`` of all turns, with those that were of the first of them only."""
-    return {
-        fact: f"{before[fact]}; {value}" if fact in before and fact != "repeats" else value
-        for fact, value in facts.items()
-    }
+    """``facts`` of all turns, with those that were of the first of them only; each value once."""
+    own = {fact: [*before[fact].split("; "), value] for fact, value in facts.items() if fact in before}
+    own.pop("repeats", None)
+    return {**facts, **{fact: "; ".join(dict.fromkeys(values)) for fact, values in own.items()}}
 
 
 def _turn(record: Mapping[str, Any]) -> Turn:

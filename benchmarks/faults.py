@@ -8,7 +8,8 @@ of chunks and as the coordinator (``swarm.phases``), and so does, at a random mo
 have joined; SIGSTOP comes to a random one at a random moment. Afterwards another one joins, or it is thawed. What it
 cost is the longest step of those that go on, less the usual one of all three. The same where all packets of one are
 lost (each has a network of its own then, which needs root). Then one of the three is twenty times slower than the
-others, and then two processes for each core keep the machine busy.
+others, then one has a line so slow that it takes several steps to send a gradient, and then two processes for each core
+keep the machine busy.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ FROZEN_S = 6.0
 BACK_S = 30.0
 #: of the lines of peers that have networks of their own: no limit
 LINE_MBIT_S = 10_000.0
+#: of one slow line, and steps that are measured without that peer, and beside it once it has shown itself slow
+SLOW_LINE_MBIT_S, SLOW_LINE_EPOCHS, SETTLED_S = 1.0, 30, 20.0
 #: within which a moment of a round comes: every peer is its coordinator now and then
 DOOMED_S = 60.0
 #: a step on a busy machine takes no longer, on the average
@@ -116,11 +119,11 @@ def absent(
     return found, math.inf
 
 
-def cut_off(times: int, chance: random.Random) -> list[tuple[float, float]]:
-    """The same for a peer whose cable is pulled; none where networks cannot be made."""
+def cut_off(times: int, chance: random.Random) -> tuple[list[tuple[float, float]], int]:
+    """The same for a peer whose cable is pulled, none where networks cannot be made; and samples counted twice."""
     if why := why_no_homes():
         print(f"no cut connections: {why}", file=sys.stderr)
-        return []
+        return [], 0
 
     def cable(peer: Peer, state: str) -> None:
         run_command(*peer.network.command("ip", "link", "set", "line", state))
@@ -131,7 +134,7 @@ def cut_off(times: int, chance: random.Random) -> list[tuple[float, float]]:
             absent(herd, chance, lambda one: cable(one, "down"), lambda one: cable(one, "up")) for _ in range(times)
         ]
         herd.end()
-        return found
+        return found, herd.counted_twice()
 
 
 def worst(values: Sequence[float]) -> float:
@@ -159,14 +162,34 @@ def slow(epochs: int) -> tuple[float, float, int, bool]:
         return rates[0], rates[1], gave, last["epoch"] >= newest - 2 and theirs.get(last["epoch"]) == last["digest"]
 
 
+def slow_line(epochs: int) -> tuple[float, float, int]:
+    """Samples per second that two peers give alone, and beside one with a slow line; the samples it handed over."""
+    if why := why_no_homes():
+        print(f"no slow line: {why}", file=sys.stderr)
+        return math.nan, math.nan, 0
+    slower = {2: SLOW_LINE_MBIT_S}
+    with homes(3, LINE_MBIT_S, slower=slower) as networks, Herd(SLOW_TARGET, networks=networks) as herd:
+        herd.gather(2, BATCH_S)
+        two = list(herd.living)
+        rates = [throughput(herd, two, epochs)]
+        slow = herd.start(BATCH_S)
+        herd.await_steps(slow, 2)
+        herd.watch(SETTLED_S)
+        rates.append(throughput(herd, two, epochs))
+        return rates[0], rates[1], sum(one["samples"] for one in herd.events(slow, "GradientHandedOver"))
+
+
 def throughput(herd: Herd, peers: Sequence[Peer], epochs: int) -> float:
-    """Samples per second of these peers alone, whoever else gives some."""
+    """Samples per second of these peers alone, whoever else gives some, or has them give some."""
     begin, first = time.time(), herd.steps(peers[0])[-1]["epoch"]
     while herd.steps(peers[0])[-1]["epoch"] < first + epochs:
         herd.watch(0.5)
     seconds = time.time() - begin
-    commits = [one for peer in peers for one in herd.events(peer, "EpochCommitted") if one["time"] > begin]
-    return sum(one["samples"] for one in commits) / seconds
+    given, carried = (
+        sum(one["samples"] for peer in peers for one in herd.events(peer, name) if one["time"] > begin)
+        for name in ("EpochCommitted", "GradientCarried")
+    )
+    return (given - carried) / seconds
 
 
 def digests(herd: Herd, peer: Peer) -> dict[int, str]:
@@ -223,8 +246,9 @@ def main() -> int:
         freezes = [absent(herd, chance, herd.freeze, herd.thaw) for _ in range(options.times)]
         herd.end()
         unlike, twice = herd.unlike(), herd.counted_twice()
-    cuts = cut_off(options.times, chance)
+    cuts, twice_cut = cut_off(options.times, chance)
     alone, beside, gave, member = slow(options.epochs)
+    line_alone, line_beside, handed = slow_line(SLOW_LINE_EPOCHS)
     steps, without, states = busy(options.rounds)
     rows = [
         ["`kill -9`: longest step of the others above the usual, s", summary(list(kills.values())).show()],
@@ -237,17 +261,22 @@ def main() -> int:
         [f"its packets are lost for {FROZEN_S:.0f} s: the same", summary([one for one, _ in cuts]).show()],
         ["... the longest of all", number(worst([one for one, _ in cuts]))],
         ["... until it is in step again", summary([back for _, back in cuts]).show()],
-        ["steps with unlike parameters, until here (but for those of who is cut off)", str(len(unlike))],
-        ["samples counted twice", str(twice)],
+        ["after all that is killed and frozen: steps with unlike parameters", str(len(unlike))],
+        ["... and after all that is cut off: samples counted twice", str(twice + twice_cut)],
         [f"a peer {SLOWER:.0f} times slower: samples/s of the other two without it", number(alone)],
         ["... and beside it", number(beside)],
         ["... ratio", number(beside / alone)],
         [f"... steps with a gradient of the slow one, of {options.epochs}", str(gave)],
         ["... it is in step at the end", "yes" if member else "no"],
+        [f"a line of {SLOW_LINE_MBIT_S:g} Mbit/s: samples/s of the other two without that peer", number(line_alone)],
+        ["... and beside it", number(line_beside)],
+        ["... ratio", number(line_beside / line_alone)],
+        ["... samples that it handed to them", str(handed)],
         [f"{2 * (os.cpu_count() or 1)} other processes on {os.cpu_count()} cores: steps", str(steps)],
         ["... without a gradient of one of the three", str(without)],
         ["... states that had to be taken", str(states)],
     ]
+    line = line_beside / line_alone
     kept, false_deaths = beside / alone, without + states + max(0, options.rounds - steps)
     frozen_s, back_s = [worst(column) for column in zip(*freezes, strict=True)]
     cut_s = [worst(column) for column in zip(*cuts, strict=True)]
@@ -259,10 +288,11 @@ def main() -> int:
         at_most("SIGSTOP: until it is in step again", BACK_S, [back_s], " s"),
         at_most("cut off: longest step of the others above the usual", 4.0, cut_s[:1], " s"),
         at_most("cut off: until it is in step again", BACK_S, cut_s[1:], " s"),
-        at_most("after all of these: steps with unlike parameters", 0.0, [len(unlike)]),
-        at_most("after all of these: samples counted twice", 0.0, [twice]),
+        at_most("kill -9 and SIGSTOP: steps with unlike parameters", 0.0, [len(unlike)]),
+        at_most("kill -9, SIGSTOP, cut off: samples counted twice", 0.0, [twice + twice_cut]),
         at_most(f"false deaths in {options.rounds} rounds on a busy machine", 0.0, [false_deaths]),
         is_so(f"{slower}: what the others keep", ">= 0.9", number(kept), holds=kept >= 0.9),
+        is_so("a slow line: what the others keep", ">= 0.9", number(line), holds=line >= 0.9 and handed > 0),
         is_so(f"{slower}: gives, and is a member at the end", "yes", gives, holds=member and gave > 0),
     ]
     facts = run.facts()

@@ -24,6 +24,7 @@ from bench_results import Run, report, write
 from bench_stats import markdown_table
 from lightning_hivemind.simulation.faults import KINDS, Schedule
 
+HOSTILE = "all but partitions"
 #: which kinds of faults may happen
 PROFILES: dict[str, tuple[str, ...]] = {
     "no faults": (),
@@ -32,6 +33,7 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "crashes and freezes": ("crash", "freeze"),
     "cut connections": ("cut",),
     "partitions": ("split",),
+    HOSTILE: tuple(kind for kind in KINDS if kind != "split"),
     "all of them": KINDS,
 }
 
@@ -77,12 +79,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="schedules of each kind")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/forks.md")
     options = parser.parse_args()
-    run, rows, split = Run(), [], 0
+    run, rows, split, rate = Run(), [], 0, ""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for name, kinds in PROFILES.items():
             found = list(pool.map(partial(schedule, kinds=kinds), range(options.seeds), chunksize=10))
             rows.append(row(name, found))
             split += sum(not one.one for one in found)
+            rate = rows[-1][4] if name == HOSTILE else rate
             print(*rows[-1], file=sys.stderr, flush=True)
     heads = [
         "faults",
@@ -93,7 +96,10 @@ def main() -> int:
         "schedules with one",
         "not on one lineage at the end",
     ]
-    bars = [is_so("of all schedules, those that do not end on one lineage", "0", str(split), holds=split == 0)]
+    bars = [
+        is_so("of all schedules, those that do not end on one lineage", "0", str(split), holds=split == 0),
+        is_so(f"forks per 1000 commits, {HOSTILE}", "measured", rate, holds=True),
+    ]
     facts = run.facts()
     text = report("Forks", facts, markdown_table(heads, rows), bars)
     print(text)

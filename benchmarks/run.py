@@ -50,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--more", action="store_true", help="join the repeats with those of the results so far (not --joiner)"
     )
+    parser.add_argument(
+        "--only",
+        metavar="CONTENDERS",
+        help="names with semicolons: only these take turns, those whose bars are near",
+    )
     parser.add_argument("--keep", type=Path, help="existing folder in which the files of all processes are kept")
     options = parser.parse_args(arguments)
     if options.more and (options.joiner or options.quick):
@@ -78,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = [{"millions": size, **asdict(one)} for size, one in joined]
     else:
         first = 1 + max((one.repeat for one in before), default=-1)
-        turns = before + run_repeats(plan, limit_s, options.keep, first)
+        turns = before + run_repeats(only(plan, options.only), limit_s, options.keep, first)
         table, records, repeats = tables(turns), [asdict(turn) for turn in turns], 1 + max(one.repeat for one in turns)
         bars, most_load = bars_of(turns), max(turn.load for turn in turns)
     facts = both(facts_before, run.facts(most_load=most_load, repeats=str(repeats)))
@@ -96,6 +101,13 @@ def why_no_lines() -> str | None:
     except ImportError:
         return 'needs tests/ in PYTHONPATH: run it as `make bench ARGS="--forecast ..."`'
     return why_no_homes()
+
+
+def only(plan: list[list[TurnSpec]], contenders: str | None) -> list[list[TurnSpec]]:
+    """What these have of it; all of it, if none are named."""
+    if contenders is None:
+        return plan
+    return [[spec for spec in specs if spec.contender in contenders.split(";")] for specs in plan]
 
 
 def numbers(text: str) -> list[int]:

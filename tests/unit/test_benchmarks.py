@@ -429,9 +429,9 @@ def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: 
         "commit": "one; two",
         "repeats": "2",
         "cores": "2",
-        "command": "a; a",
-        "duration": "b; b",
-        "load": "c; c",
+        "command": "a",
+        "duration": "b",
+        "load": "c",
     }
     assert both({}, later) == later
     with pytest.raises(OtherMeasurement, match="cores '2', this is '4'"):
