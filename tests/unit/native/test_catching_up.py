@@ -35,7 +35,10 @@ class Scene:
         status = SimpleNamespace(head=GOAL, living=tuple(sorted(offers)), cut=(), clients=frozenset())
         driver = SimpleNamespace(status=status, adopt=lambda *_, **__: None)
         handover = SimpleNamespace(
-            settle=lambda found: found == self.goal, leads_on=lambda head: True, take_decided=lambda: DECIDED
+            replaced=lambda: None,
+            settle=lambda found: found == self.goal,
+            leads_on=lambda head: True,
+            take_decided=lambda: DECIDED,
         )
         downloads = SimpleNamespace(fetch=self.fetch, share=0.5, memory=StateMemory())
         arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=False, client_mode=False)

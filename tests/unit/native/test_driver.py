@@ -25,7 +25,7 @@ from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
-from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, encode
+from lightning_hivemind.engine.native.wire.encoding import MAX_LIST, MAX_MESSAGE_BYTES, encode
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Payload
@@ -276,7 +276,9 @@ def test_who_asks_for_what_is_being_made_is_sent_it_once(runs: list[Run], monkey
     run.contribute({"a": 80, "b": 0})  # b makes none, and ticks
     run.wait_for_commit(1)
     assert asked
-    assert max(sent.values()) == 1
+    # (what was sent in the very moment in which it was asked for may be sent again)
+    inputs = [count for count in sent.values() if count]
+    assert sum(inputs) <= 1 + len(inputs), inputs
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(runs: list[Run]) -> None:
@@ -399,7 +401,7 @@ def test_who_floods_is_read_no_further_until_there_is_time_for_it(
     runs: list[Run], secure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Down to the sender, whose connection takes no more: nothing piles up in between but the kernel's buffers."""
-    limit, count = 2 << 20, 80
+    limit, count = 2 << 20, 1000
     monkeypatch.setattr(driver_module, "WAITING_BYTES", limit)
     run = Run(["a", "b", "c"], layout_of(10), secure=secure)
     runs.append(run)
@@ -411,7 +413,7 @@ def test_who_floods_is_read_no_further_until_there_is_time_for_it(
 
     driver._events.put(takes_long)
     assert busy.wait(20.0)
-    data = encode(Missing(round=b"r" * 16, version=0, inputs=True, chunks=tuple(range(150_000))))
+    data = encode(Missing(round=b"r" * 16, version=0, inputs=True, chunks=tuple(range(MAX_LIST))))
     flood = Header(kind=Kind.MESSAGE, length=len(data))
     for _ in range(count):
         run.town.links["a"].send("b", flood, (data,))
@@ -455,6 +457,57 @@ def test_who_sends_slowly_reduces_less(runs: list[Run], monkeypatch: pytest.Monk
 def only_gives(given: Given) -> Given:
     """And reduces nothing."""
     return Given(offer=replace(given.offer, reduces=False), values=given.values)
+
+
+def test_a_step_that_is_decided_is_one_though_its_average_cannot_be_had(runs: list[Run]) -> None:
+    """Else its samples would be given again, or the peer would wait for a step that it has forgotten."""
+    run = Run(["a", "b"], layout_of(10), secure=False)
+    runs.append(run)
+    chunks, happened = run.drivers["b"]._chunks, list[str]()
+    assert chunks is not None
+    trainee, result = run.trainees["b"], chunks.result
+    committed, failed = trainee.committed, trainee.failed
+
+    def no_result(*_: object, **__: object) -> Tensor | None:
+        chunks.result = result  # type: ignore[method-assign]
+        raise MemoryError("no more")
+
+    def commits(commit: Commit, average: Tensor | None, left_out: Tensor | None, *, coming: bool = False) -> None:
+        happened.append("committed")
+        committed(commit, average, left_out, coming=coming)
+
+    def fails(reason: str) -> None:
+        happened.append(reason)
+        failed(reason)
+
+    chunks.result = no_result  # type: ignore[method-assign, assignment]
+    trainee.committed, trainee.failed = commits, fails  # type: ignore[method-assign]
+    run.contribute({"a": 32, "b": 32})
+    wait_for(lambda: len(happened) == 2 and run.trainees["a"].commits, "it is decided, and has failed")
+    assert happened == ["committed", "MemoryError: no more"]
+    assert trainee.commits == run.trainees["a"].commits
+    assert trainee.averages == [None]
+
+
+def test_a_rounds_thread_goes_on_though_leaving_a_round_fails_too(
+    runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(["a", "b"], layout_of(10), secure=False)
+    runs.append(run)
+    failures = ["failed"]
+
+    def failed(reason: str) -> None:
+        failures.pop()
+        raise MemoryError("no more")
+
+    def wrong(_: float) -> None:
+        raise ValueError("induced")
+
+    monkeypatch.setattr(run.trainees["b"], "failed", failed)
+    run.drivers["b"]._events.put(wrong)
+    wait_for(lambda: not failures, "it has failed twice")
+    run.contribute({"a": 32, "b": 32})
+    run.wait_for_commit(1)
 
 
 @pytest.mark.parametrize("secure", [True, False], ids=["TLS", "in the clear"])

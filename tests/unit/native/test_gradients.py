@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.gradients import Gradients
-from lightning_hivemind.engine.native.protocol.lineage import Contribution
+from lightning_hivemind.engine.native.means import Mean
+from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Contribution
 from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
 
@@ -527,3 +528,51 @@ def test_of_many_gradients_that_are_carried_there_is_one_sum_for_each_epoch(grad
     gradients.returned()
     assert gradients.carry(Parcel(torch.ones(12), 2, 1)), "what a round has had is not changed"
     assert len(gradients._carried._means) == 3
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_what_comes_back_is_not_lost_for_want_of_memory(
+    gradients: Gradients, monkeypatch: pytest.MonkeyPatch, carries: bool
+) -> None:
+    add(gradients, 1.0, 6)
+    if carries:
+        assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 0))
+    given(gradients)
+    add(gradients, 4.0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(gradients._memory, "floats", no_memory)
+        gradients.returned()  # nothing to merge it with yet
+        with pytest.raises(MemoryError):
+            gradients.give()
+    assert gradients.samples == (12 if carries else 8)
+    assert given(gradients)[0].samples == (12 if carries else 8)
+
+
+def test_a_contribution_stays_until_there_is_memory_to_merge_it(
+    gradients: Gradients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(gradients, 1.0, 6)
+    given(gradients)
+    gradients.returned()
+    add(gradients, 4.0, 2)
+    contribution, _ = given(gradients)
+    gradients._back = Mean(torch.zeros(gradients.whole), 3, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(gradients._memory, "floats", no_memory)
+        with pytest.raises(MemoryError):
+            gradients.returned()
+    assert gradients.samples == 11
+    gradients.returned()
+    assert gradients.samples == 11
+    assert gradients.committed([contribution], 1) == 3, "what was given is in a step, and the rest is too old"
+
+
+def no_memory(count: int) -> Tensor:
+    raise MemoryError(count)
+
+
+@pytest.mark.parametrize(("epoch", "samples"), [(2, 4), (0, MOST_SAMPLES)], ids=["of the future", "too many"])
+def test_a_gradient_that_cannot_be_is_not_carried(gradients: Gradients, epoch: int, samples: int) -> None:
+    add(gradients, 1.0, 6)
+    assert not gradients.carry(Parcel(torch.ones(gradients.elements), samples, epoch))
+    assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 1)), "this peer will hear of that step soon"

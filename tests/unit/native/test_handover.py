@@ -123,6 +123,23 @@ def test_who_fails_in_round_after_round_ends_with_the_reason(desk: Desk) -> None
         desk.handover.check()
 
 
+def test_an_average_that_was_coming_does_not_after_this_peers_part_has_failed(desk: Desk) -> None:
+    """Training would wait for it for ever."""
+    desk.handover.committed(commit_on(ROOT), None, None, coming=True)
+    assert desk.handover.expects(ROOT)
+    desk.handover.failed("MemoryError: no more")
+    assert not desk.handover.expects(ROOT)
+    assert desk.handover.owes
+
+
+def test_samples_of_a_state_that_was_replaced_are_told(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk.gradients, "replaced", lambda: 8)
+    monkeypatch.setattr(desk.gradients, "returned", lambda: 4)
+    desk.handover.replaced()
+    desk.handover.returned("too few", begun=False)
+    assert desk.handover.take_lost() == 12
+
+
 def test_a_step_says_what_is_averaged_and_how_much_of_it_is_this_peers(desk: Desk) -> None:
     desk.add(8)
     commit = desk.commit(desk.give())

@@ -274,3 +274,41 @@ def test_local_updates_that_a_round_went_without_are_given_again_and_never_too_o
     again = gradients.give()
     assert again is not None
     assert (again[0].samples, again[1].tolist()) == (8, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("in_round", ["not", "returned", "committed", "missed"])
+def test_local_updates_that_another_peers_state_has_replaced_are_not_given(
+    local: tuple[Gradients, Statistics, Tensor], in_round: str
+) -> None:
+    """Their samples would count, and their changes are gone."""
+    gradients, statistics, _ = local
+    gradients.add(8, 0)
+    found = gradients.give() if in_round != "not" else None
+    statistics.adopted(0)
+    statistics.publish()
+    assert gradients.replaced() == (8 if found is None else 0)
+    if in_round == "returned":
+        assert gradients.returned() == 8
+    if in_round == "committed":
+        assert found is not None
+        assert gradients.committed([found[0]], 1) == 0
+    if in_round == "missed":
+        assert gradients.committed([], 1) == 8
+    assert gradients.samples == 0
+    assert gradients.give() is None
+
+
+def test_local_updates_wait_for_the_step_that_is_still_to_be_made(local: tuple[Gradients, Statistics, Tensor]) -> None:
+    gradients, statistics, weight = local
+    gradients.add(8, 0)
+    assert gradients.give() is not None
+    assert gradients.committed([], 1) == 0
+    for _ in range(2):
+        assert gradients.give() is None, "called again before it is made"
+        assert gradients.samples == 8
+    statistics.step(torch.tensor([10.0, 10.0]), 1)
+    statistics.publish()
+    again = gradients.give()
+    assert again is not None
+    assert (again[0].samples, again[1].tolist()) == (8, [1.0, 1.0])
+    assert weight.tolist() == [11.0, 11.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import msgpack
@@ -84,3 +85,33 @@ def test_whatever_is_there_is_a_place_that_can_be_told_or_none(value: object) ->
         told = Progress(head=found.head, samples=found.samples, swarm_samples=found.samples, cuts=found.cuts)
         assert decode(encode(told)) == told
         assert (type(found.reduces), type(found.stamp)) == (bool, float)
+
+
+def test_what_goes_wrong_with_one_look_does_not_end_the_looking(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No memory, say: without that thread nobody new would be found, and nobody would find this peer."""
+    for wait in ("LOOK_S", "PUBLISH_S"):
+        monkeypatch.setattr(whereabouts, wait, 0.01)
+    published, failures = threading.Event(), [MemoryError("no more")]
+
+    def read() -> dict[str, object]:
+        if failures:
+            raise failures.pop()
+        return {}
+
+    def publish(**_: object) -> None:
+        if not failures:
+            published.set()
+
+    records = SimpleNamespace(read=read, publish=publish, close=lambda _: None)
+    monkeypatch.setattr(whereabouts, "PeerRecords", lambda *_, **__: records)
+    driver = SimpleNamespace(status=SimpleNamespace(head=Head.root("run", "me"), cuts=0))
+    network = SimpleNamespace(dht=None, peer_id="me")
+    one = Whereabouts(network, "run", driver, None, int, bool, None, reduces=True)  # type: ignore[arg-type]
+    one._thread.start()
+    try:
+        assert published.wait(20.0)
+    finally:
+        one.stop()
+    assert "will be in a moment" in caplog.text

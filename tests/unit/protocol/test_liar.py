@@ -31,7 +31,7 @@ SEEDS = seeds(150)
 
 KINDS = typing.get_args(messages.Message)
 NUMBERS = [0, 1, 2, 3, 7, 24, 1000, 2**32, 2**62, MAX_INT]
-SPEEDS = [0.0, 1e-300, 0.5, 1.0, 1e308]
+SPEEDS = [0.0, 5e-324, 1e-300, 0.5, 1.0, 1e308]
 
 
 class LiarsTable(Table):

@@ -159,3 +159,9 @@ def test_a_line_is_slow_if_the_others_would_wait_for_what_it_sends(
 def test_who_can_only_give_has_a_slow_line_too() -> None:
     assert slow_lines({"a": 50.0, "b": 50.0, "client": 1.0}, ["a", "b"]) == ["client"]
     assert slow_lines({"one client": 1.0, "another": 50.0}, []) == []
+
+
+@pytest.mark.parametrize("slow", [0.0, 5e-324, 1e-300])
+def test_who_says_that_it_can_send_next_to_nothing_spoils_no_plan(slow: float) -> None:
+    assert set(plan({"p0": slow}, 4, PEERS).owners) == {"p0"}, "nobody else can"
+    assert set(plan({"p0": slow, "p1": 1.0}, 4, PEERS).owners) == {"p1"}

@@ -137,6 +137,21 @@ def test_as_long_as_something_comes_a_late_peer_waits_for_the_rest() -> None:
     assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
 
 
+def test_who_sends_a_byte_now_and_then_holds_a_late_peer_up_for_a_rounds_time_and_no_longer() -> None:
+    table = slow_to_receive(THIRD, asks=True)
+    table.train(**SAMPLES)
+    table.wait(SETTINGS.patience_s + 0.1)
+    (step,) = table.applied[THIRD]
+    decided = table.now
+    while not seen(table, THIRD, Arrived):
+        assert table.now < decided + SETTINGS.round_s + 1.0
+        table.wait(SETTINGS.resend_s / 2)
+        for name in (FIRST, SECOND):
+            table.peers[THIRD].heard(step.round, name, table.now)
+    assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
+    assert table.now > decided + SETTINGS.round_s - 1.0
+
+
 def test_the_others_wait_as_long_again_as_the_quick_ones_took() -> None:
     """For a peer that is nearly as quick as they are; what is slow for all is slow for nobody."""
     table = slow_to_receive(THIRD)

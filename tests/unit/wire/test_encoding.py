@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 import typing
 
 import msgpack
@@ -102,3 +103,24 @@ def test_deep_nesting_is_refused() -> None:
 def test_a_progress_message_is_small() -> None:
     head = Head(epoch=10_000, lineage=bytes(16), samples=10**9)
     assert len(encode(messages.Progress(head=head, samples=64, swarm_samples=8192))) < 50
+
+
+def test_a_reason_of_any_length_can_be_read() -> None:
+    """The text of an error, say of a GPU that is full."""
+    ended = messages.Ended(round=b"r" * 16, reason="out of memory " * 100, aborted=True)
+    read = decode(encode(ended))
+    assert isinstance(read, messages.Ended)
+    assert read.reason == ended.reason[:256]
+
+
+def test_no_memory_is_got_for_what_a_message_only_announces() -> None:
+    """Lists within lists, each of which says that it has four million entries."""
+    liar = b"\xdd\x00\x3f\xff\xff" * 1000
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError):
+            decode(liar + bytes(MAX_MESSAGE_BYTES - len(liar)))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2 * MAX_MESSAGE_BYTES

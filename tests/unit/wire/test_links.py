@@ -16,6 +16,7 @@ import pytest
 
 from lightning_hivemind.engine.native.wire import lanes
 from lightning_hivemind.engine.native.wire import links as links_module
+from lightning_hivemind.engine.native.wire import outlet as outlet_module
 from lightning_hivemind.engine.native.wire import reach as reach_module
 from lightning_hivemind.engine.native.wire.connection import close, wake
 from lightning_hivemind.engine.native.wire.dial import dial
@@ -76,6 +77,17 @@ class City(Town):
     def settle(self, name: str, *, listens: bool = True, carries: bool = False) -> Links:
         self.ledgers[name] = Ledger()
         return self.add(name, self.ledgers[name], listens=listens, carries=carries)
+
+
+def drop(links: Links, peer: str) -> None:
+    """Close what there is with ``peer``; it may connect again."""
+    with links._lock:
+        outlet = links._outlets.pop(peer, None)
+        inlets = [one for one in links._inlets if one.peer == peer]
+    if outlet is not None:
+        outlet.close()
+    for inlet in inlets:
+        wake(inlet.sock)
 
 
 @pytest.fixture(params=[True, False], ids=["TLS", "in the clear"])
@@ -324,7 +336,7 @@ def test_a_connection_that_breaks_is_made_again(town: City) -> None:
     first, second = town.settle("first"), town.settle("second")
     first.send("second", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))
     wait_for(lambda: town.ledgers["second"].frames, "a connection")
-    second.drop("first")
+    drop(second, "first")
     deadline = time.monotonic() + WAIT_S
     while len(town.ledgers["second"].frames) < 2:
         first.send("second", Header(kind=Kind.INPUT, chunk=2, length=2), (b"hi",))  # one may be lost on the way
@@ -491,7 +503,7 @@ def test_a_connection_of_a_client_that_breaks_is_made_again(town: City, by: str)
     peer, client = town.settle("peer"), town.settle("client", listens=False)
     peer.send("client", Header(kind=Kind.INPUT, length=2), (b"hi",))
     wait_for(lambda: town.ledgers["client"].frames, "a connection")
-    town.links[by].drop("client" if by == "peer" else "peer")
+    drop(town.links[by], "client" if by == "peer" else "peer")
     deadline, before = time.monotonic() + WAIT_S, len(town.ledgers["client"].frames)
     while len(town.ledgers["client"].frames) == before or not town.ledgers["peer"].frames:
         peer.send("client", Header(kind=Kind.INPUT, length=2), (b"hi",))  # one may be lost on the way
@@ -510,7 +522,7 @@ def test_a_connection_that_is_given_up_keeps_its_number_while_a_thread_is_at_it(
     wait_for(lambda: any(one.peer for one in links._inlets) and slow.asked, "the reader is in room()")
     (inlet,) = links._inlets
     sock = inlet.sock
-    links.drop("first")
+    drop(links, "first")
     assert sock.fileno() != -1
     slow.may.set()
     wait_for(lambda: sock.fileno() == -1, "its thread has closed it")
@@ -605,3 +617,84 @@ def test_tokens_that_nobody_uses_do_not_pile_up(town: City) -> None:
     links.expect("third")
     assert len(links._expected) == links_module.MOST_TOKENS + 1
     assert tokens[-1] in links._expected
+
+
+def test_a_peer_that_connects_again_and_again_has_so_many_connections_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The oldest goes, and the peer is not taken for lost."""
+    monkeypatch.setattr(links_module, "MOST_OF_ONE", 3)
+    town = City(secure=False)
+    town.settle("first", listens=False)
+    links, ledger = town.settle("second"), town.ledgers["second"]
+    with contextlib.ExitStack() as stack:
+        made = []
+        for number in range(5):
+            token = links.expect("first")
+            one = stack.enter_context(socket.create_connection(town.ports["second"], timeout=WAIT_S))
+            one.sendall(Header(kind=Kind.HELLO, length=len(token)).pack() + token)
+            one.sendall(Header(kind=Kind.INPUT, chunk=number, length=2).pack() + b"hi")
+            made.append(one)
+            wait_for(lambda number=number: len(ledger.frames) == number + 1, "its frame")  # type: ignore[misc]
+        for old in made[:2]:
+            with contextlib.suppress(ConnectionResetError):
+                while old.recv(1000):
+                    pass
+        assert len([one for one in links._inlets if one.peer == "first"]) == 3
+        assert not ledger.losses
+    town.close()
+
+
+@pytest.mark.parametrize("how", ["sends", "hears"])
+def test_where_there_are_no_threads_a_peer_is_lost_and_found_again(
+    town: City, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    first, second = town.settle("first"), town.settle("second")
+    made, left = links_module.Outlet, ["second" if how == "sends" else "first"]
+
+    def no_thread(reach: Any, *rest: Any) -> Any:
+        if reach.peer in left:
+            left.pop()
+            raise RuntimeError("can't start new thread")
+        return made(reach, *rest)
+
+    ledger = town.ledgers["first" if how == "sends" else "second"]
+    monkeypatch.setattr(links_module, "Outlet", no_thread)
+    first.send("second", Header(kind=Kind.PING))
+    wait_for(lambda: ledger.losses, "it is lost")
+    assert ledger.losses[0][1] == "can't start new thread"
+    for one, other in ((first, "second"), (second, "first")):
+        one.send(other, Header(kind=Kind.INPUT, length=2), (b"hi",))
+        frames = town.ledgers[other].frames
+        wait_for(lambda frames=frames: any(one[2] == b"hi" for one in frames), "a frame")  # type: ignore[misc]
+
+
+def test_who_is_invited_when_there_are_no_threads_is_invited_again(town: City, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = town.settle("first")
+    town.settle("client", listens=False)
+
+    def no_thread(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", no_thread)
+        first.invite("client")
+    assert not first._inviting
+    first.send("client", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: any(frame[2] == b"hi" for frame in town.ledgers["client"].frames), "it dials, and is heard")
+
+
+def test_who_reads_no_answers_is_lost_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outlet_module, "MOST_WAITING", 100)
+    town = City(secure=False)
+    first, slow = town.settle("first"), Slow()
+    town.ledgers["slow"] = slow
+    town.add("slow", slow)
+    first.send("slow", Header(kind=Kind.INPUT, chunk=1, length=1 << 20), (bytes(1 << 20),))  # it reads no further
+    wait_for(lambda: slow.asked, "it has to read that")
+    payload = bytes(PIECE_BYTES)
+    for _ in range(200):
+        first.send("slow", Header(kind=Kind.STATE, length=len(payload)), (payload,))
+    assert town.ledgers["first"].losses == [("slow", "100 messages wait for it")]
+    slow.may.set()
+    town.close()

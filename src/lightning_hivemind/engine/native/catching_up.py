@@ -65,21 +65,21 @@ class CatchingUp:
             StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
         """
         parts, began = self._parts, time.monotonic()
+        problem, tried = "no peer shares its state", self._since is not None
         if self._since is None:
             self._since = self._said = began
-        problem = "no peer shares its state"
         while not self._stops():
             left_s = self._since + self._a.load_state_timeout - time.monotonic()
             donors = self._donors(preferred)
-            if not donors or left_s <= 0:
+            if not donors or (tried and left_s <= 0):  # however busy the machine is
                 break
             if self._other_trainers and self._nobody_has_it():
                 return self._go_on(head, "who had it has gone, and nobody that lives has it", gives_up=True)
-            error: StateError | None = None
+            tried, error = True, None
             try:
-                found, news = self._fetch(donors, left_s, None if preferred else head)
+                found, news = self._fetch(donors, max(0.0, left_s), None if preferred else head)
             except StateError as failure:
-                found, news, error = None, False, failure
+                found, news, error = None, False, str(failure)
             if found is not None:
                 if parts.handover.settle(found):
                     self.settled()
@@ -91,7 +91,7 @@ class CatchingUp:
                     time.sleep(self._no_news_s)
                     self._no_news_s = min(2 * self._no_news_s, PAUSE_S)
                 return found
-            problem = str(error) if error is not None else problem
+            problem = error or problem
             self._events.emit(StateUnavailable(epoch=head.epoch, reason=problem, action="trying again"))
             time.sleep(PAUSE_S)
         if self._training.should_abort():
@@ -203,6 +203,7 @@ class CatchingUp:
         if state != known:
             undone = self._stepper.adopt(description, memory, self._parts.handover.take_decided())
             self._parts.downloads.memory.give_back(memory)
+            self._parts.handover.replaced()
             if undone is not None:
                 first, last, samples = undone.first, undone.last, undone.samples
                 self._events.emit(StepsUndone(epoch=description.head.epoch, first=first, last=last, samples=samples))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lightning_hivemind.engine.native.carrying.ends import KINDS, Ends
 from lightning_hivemind.engine.native.chunks import Chunks, digest_of
@@ -84,6 +86,8 @@ class Driver:
         self._donor: Donor | None = None
         self._downloads: Downloads | None = None
         self.status = Status()
+        #: what the protocol has asked for, and was not done yet
+        self._to_do: deque[Action] = deque()
         self._wakefulness = Wakefulness(peer.standstill_s)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lightning-hivemind-rounds", daemon=True)
@@ -235,17 +239,7 @@ class Driver:
         if self._carrying is not None and self._carrying.look(self._now()):
             self._count(self._now())
             self._carry_out()
-        peer = self._peer
-        self.status = Status(
-            head=peer.head,
-            due=peer.due,
-            swarm_samples=peer.swarm_samples,
-            living=peer.living,
-            clients=peer.clients,
-            cut=peer.cut,
-            cuts=peer.cuts,
-            members=self._members,
-        )
+        self.status = Status.of(self._peer, self._members)
 
     def _tell(self, event: Callable[[float], None]) -> None:
         done = threading.Event()
@@ -283,23 +277,31 @@ class Driver:
         self._given, self._called, self._members = None, None, frozenset()
 
     def _fail(self, reason: str) -> None:
-        """Leave everything; the others hear so with the next event."""
-        self._traffic.drop_all()
+        """Leave everything; the others hear so with the next event. A step that is decided is one all the same."""
+        undone, training = list(self._to_do), self._training
+        self._to_do.clear()
         self._leave()
-        self._training.failed(reason)
-        try:
-            self._peer.leave(reason, time.monotonic())
-        except Exception:
-            log.exception("the round could not be left in order: the others find that this peer is silent in it")
+        parts: list[Callable[[], None]] = [self._traffic.drop_all]
+        parts += [partial(training.committed, one.commit, None, None) for one in undone if isinstance(one, Apply)]
+        parts += [partial(training.arrived, one.round, None) for one in undone if isinstance(one, Arrived)]
+        parts += [partial(training.failed, reason), partial(self._peer.leave, reason, time.monotonic())]
+        for part in parts:
+            try:
+                part()
+            except Exception:  # the next of them must come about all the same
+                log.exception("the round could not be left in order: the others find that this peer is silent in it")
 
     def _refused(self) -> None:
         self._training.refused()
         self._count(self._now())
 
     def _carry_out(self) -> None:
-        while actions := self._peer.take():
-            for action in actions:
-                self._do(action)
+        while True:
+            self._to_do.extend(self._peer.take())
+            if not self._to_do:
+                return
+            self._do(self._to_do[0])
+            self._to_do.popleft()
 
     def _now(self) -> float:
         """The time of an event: what took long since the last was this thread's work, or the process stood still."""

@@ -175,11 +175,10 @@ class NativeEngine:
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         handover = self._running().handover
-        handover.end_batch()
         self._reports.peers(self.num_peers)
-        lost = 0
+        lost = self._gradients.add(batch_samples, self.epoch, gradient_scale) if batch_samples else 0
+        handover.end_batch()  # a round that has waited for this batch may have it
         if batch_samples:
-            lost = self._gradients.add(batch_samples, self.epoch, gradient_scale)
             counted = max(0, batch_samples - lost)  # what is too old may be of batches before, too
             self._reports.batch(self.epoch, counted, local=self.local_samples, swarm=self.swarm_samples)
         self._gradients.end_batch()

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.low_rank import LowRank
-from lightning_hivemind.engine.native.means import Carried, Made, Mean
+from lightning_hivemind.engine.native.means import Carried, Made, Mean, mean_of
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.protocol.lineage import Contribution, PeerId
+from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, views
+from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, mark_parts
 
 
 class Gradients:
@@ -149,10 +149,14 @@ class Gradients:
         """Forget what no round has, and the batch that is being computed; returns the samples that are lost."""
         with self._lock:
             self._sum.busy = False
-            lost = self._sum.samples + (self._back.samples if self._back is not None else 0)
-            self._back = None
-            self._sum.clear()
-            return lost
+            return self._forget()
+
+    def replaced(self) -> int:
+        """The parameters are another peer's: with ``local_step`` what they had become is lost. Returns the samples."""
+        with self._lock:
+            if self._given is not None and self._local:  # which may still be in a step
+                self._given = replace(self._given, own=None)
+            return self._forget() if self._local else 0
 
     # ------------------------------------------------------------------ the rounds' thread
 
@@ -204,6 +208,7 @@ class Gradients:
         with self._lock:
             steps = 0 if self._given is None else 1  # that round goes without it
             fits = self.can_be_carried and not self._too_old(parcel.epoch, steps)
+            fits &= parcel.epoch <= self._head_epoch + 1 and parcel.samples + self._samples <= MOST_SAMPLES
             if fits:
                 self._carried.add(Mean(parcel.values, parcel.samples, parcel.epoch))
             return fits
@@ -213,12 +218,13 @@ class Gradients:
         with self._lock:
             return self._too_old(epoch)
 
-    def returned(self) -> None:
-        """The round came to nothing: the next one gets it, with what was added meanwhile."""
+    def returned(self) -> int:
+        """The round came to nothing: the next one gets it, with what came since. Returns the samples that are lost."""
         with self._lock:
-            given, self._given = self._given, None
-            if given is not None:
-                self._recover(given)
+            if (given := self._given) is not None:
+                self._recover(given)  # first: it may find no memory
+            self._given = None
+            return given.contribution.samples if given is not None and given.is_void else 0
 
     def refused(self) -> int:
         """What was given cannot be used: it is dropped, and not given again. Returns its samples."""
@@ -247,11 +253,13 @@ class Gradients:
                 self._left_out = left_out
             elif left_out is not None:
                 self._left_out.add_(left_out)
-            own = self._given.own if self._given is not None else None
-            waiting = [mean for mean in (own, self._back) if mean is not None]
-            self._carried.put_back(self._given.carried if self._given is not None else ())
+            given, dropped = self._given, 0
+            waiting = [mean for mean in (given.own if given is not None else None, self._back) if mean is not None]
+            self._given = self._back = None
+            if given is not None:
+                self._carried.put_back(given.carried)
+                dropped = given.contribution.samples if given.is_void and given.contribution not in listed else 0
             self._carried.drop(lambda mean: mean.is_in(counted))
-            self._given, self._back, dropped = None, None, 0
             for mean in waiting:
                 if not mean.is_in(counted):
                     self._take_back(mean)
@@ -278,10 +286,7 @@ class Gradients:
         return (average, None) if self._low_rank is None else self._low_rank.unpack(average, epoch)
 
     def moved(self, epoch: int) -> int:
-        """This peer goes to ``epoch`` by a way on which its contributions cannot be followed: nothing is kept.
-
-        Returns the samples that are lost.
-        """
+        """To ``epoch`` by a way on which contributions cannot be followed: none is kept. Returns the lost samples."""
         with self._lock:
             self._head_epoch = epoch
             lost, self._given, self._back, self._left_out = self._samples, None, None, None
@@ -310,6 +315,8 @@ class Gradients:
 
     def _collect(self) -> tuple[Made, Tensor] | None:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
+        if self._awaits_step:
+            return None
         own, self._number = self._take_all(), self._number + 1
         self._back = own
         carried = self._carried.take()
@@ -317,7 +324,11 @@ class Gradients:
         if not parts:
             return None
         samples = sum(one.samples for one in parts)
-        values: Tensor | None = parts[0].values if len(parts) == 1 else self._mean_of(parts, samples)
+        try:
+            values: Tensor | None = mean_of(parts, self.marks, self._memory)
+        except Exception:  # no memory
+            self._carried.put_back(carried)
+            raise
         if self._low_rank is not None and values is not None:
             marks = self._marks(values)
             marks.copy_(torch.maximum(self._ever, marks, out=self._ever))
@@ -327,64 +338,53 @@ class Gradients:
         if self._left_out is not None:
             given = self._memory.floats(values.numel())
             values = torch.add(values, self._left_out, alpha=1 / samples, out=given)
-            self._mark_left_out(given, self._left_out)
+            if self._low_rank is None:
+                mark_parts(self._marks(given), self._left_out, self.parameters)
         number, self._back = self._number, None
         carried = tuple(one.gave(number) for one in carried)
         contribution = Contribution(peer=self._me, number=number, samples=samples)
         return Made(contribution, own.gave(number) if own is not None else None, carried), values
 
-    def _mean_of(self, parts: Sequence[Mean], samples: int) -> Tensor:
-        """Of several peers: each one's changes of statistics are its own."""
-        values = self._memory.floats(self.whole)
-        torch.mul(parts[0].values, parts[0].samples / samples, out=values)
-        for one in parts[1:]:
-            values.add_(one.values, alpha=one.samples / samples)
-        self._marks(values).copy_(torch.stack([self._marks(one.values) for one in parts]).amax(0))
-        return values
+    def _forget(self) -> int:
+        lost = self._sum.samples + (self._back.samples if self._back is not None else 0)
+        self._back = None
+        self._sum.clear()
+        return lost
 
     def _recover(self, given: Made) -> None:
-        """For the next round, with what waits for it already."""
-        self._carried.put_back(given.carried)
         if given.own is not None:
             self._take_back(given.own)
+        self._carried.put_back(given.carried)
 
     def _take_back(self, mean: Mean) -> None:
         """For the next round, with what waits for it already."""
-        self._back = mean if self._back is None else self._merged(self._back, mean)
+        self._back = mean if self._back is None else self._merged(self._back, mean, self._memory.floats(self.whole))
 
     def _take_all(self) -> Mean | None:
         """What came back from a round, with what was summed since, of which another sum begins."""
         total = self._sum
-        if self._local and self._statistics.epoch != self._head_epoch:
-            return None  # the step to there is still to be made here: it may have these changes already
+        if self._awaits_step:
+            return self._back
         if self._local and self._back is not None and not total.samples:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
             return self._back
+        room = self._memory.floats(self.whole) if self._back is not None else None  # first: there may be none
         samples, epoch, values = total.samples, total.epoch, total.take()
         values[total.elements : self.whole - self.marks] = self._statistics.changes(self._head_epoch)
         mean = Mean(values, samples, epoch)
-        return mean if self._back is None else self._merged(self._back, mean)
+        return mean if self._back is None or room is None else self._merged(self._back, mean, room)
 
-    def _merged(self, older: Mean, newer: Mean) -> Mean:
-        """Gradients by samples; the newer changes of statistics contain the older ones."""
-        samples, trained = older.samples + newer.samples, self._sum.elements
-        values = self._memory.floats(self.whole)  # not in place: a connection may still be sending either of them
-        torch.mul(newer.values[:trained], newer.samples / samples, out=values[:trained])
-        values[:trained].add_(older.values[:trained], alpha=older.samples / samples)
-        values[trained:] = newer.values[trained:]
-        torch.maximum(self._marks(older.values), self._marks(newer.values), out=self._marks(values))
-        return Mean(values, samples, min(older.epoch, newer.epoch), {**older.given, **newer.given})
+    @property
+    def _awaits_step(self) -> bool:
+        """Whether the step to where the swarm is is still to be made here: it may have these changes already."""
+        return self._local and self._statistics.epoch != self._head_epoch
+
+    def _merged(self, older: Mean, newer: Mean, room: Tensor) -> Mean:
+        return older.followed_by(newer, self._sum.elements, self.marks, room)
 
     def _marks(self, flat: Tensor) -> Tensor:
         return flat[flat.numel() - self.marks :]
-
-    def _mark_left_out(self, given: Tensor, left_out: Tensor) -> None:
-        """There is something of these parameters, too."""
-        if self._low_rank is None:
-            for mark, part in zip(self._marks(given), views(left_out, self.parameters), strict=True):
-                if not mark and part.any():
-                    mark.fill_(1.0)
 
     def _prune(self, steps: int = 0) -> int:
         """Drop what is too old, or will be after so many steps; returns the samples."""

@@ -126,9 +126,9 @@ class Handover:
         return Given(offer=offer, values=values)
 
     def returned(self, reason: str, *, begun: bool) -> None:
-        self._gradients.returned()
+        lost = self._gradients.returned()
         with self.changed:
-            self.under_way = False
+            self.under_way, self._lost = False, self._lost + lost
             if begun:
                 self._untold[self._head.epoch if self._head is not None else 0] = reason
             self.changed.notify_all()
@@ -236,10 +236,12 @@ class Handover:
             self._refused += refused
 
     def failed(self, reason: str) -> None:
-        self.returned(reason, begun=True)
         with self.changed:
             self._failures.append(reason)
+            if self.comes:  # it does not any more
+                self._steps.clear()
         self.owe()
+        self.returned(reason, begun=True)
 
     def adopted(self, head: Head) -> None:
         self._gradients.stands_at(head.epoch)
@@ -320,6 +322,12 @@ class Handover:
         with self.changed:
             self.owes = True
             self.changed.notify_all()
+
+    def replaced(self) -> None:
+        """The parameters are another peer's now."""
+        lost = self._gradients.replaced()
+        with self.changed:
+            self._lost += lost
 
     def settle(self, head: Head) -> bool:
         """After a state was fetched and all steps that lead on are made: is ``head`` where the swarm is?"""

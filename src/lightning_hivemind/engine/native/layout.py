@@ -12,12 +12,14 @@ SHARED_BY = 32
 LEAST_ELEMENTS = 1 << 14
 #: whole blocks of all codecs
 ROUND = 4096
+#: so many at most, however large the model is: messages list them
+MOST_CHUNKS = 1 << 13
 
 
 def layout_of(elements: int) -> Layout:
     """That all peers of a model of so many values have."""
-    share = -(-elements // (SHARED_BY * ROUND)) * ROUND
-    return Layout(elements, min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, share)))
+    share, least = (-(-elements // (count * ROUND)) * ROUND for count in (SHARED_BY, MOST_CHUNKS))
+    return Layout(elements, max(least, min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, share))))
 
 
 @dataclass(frozen=True, slots=True)

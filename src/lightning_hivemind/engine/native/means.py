@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Contribution
 
 
@@ -33,8 +34,34 @@ class Mean:
         torch.maximum(self.values[end:], other.values[end:], out=self.values[end:])
         return replace(self, samples=samples)
 
+    def followed_by(self, newer: Mean, trained: int, marks: int, values: Tensor) -> Mean:
+        """Both, of one peer: gradients (``trained``) by samples; newer changes of statistics contain older ones.
+
+        In ``values``, since a connection may still be sending either.
+        """
+        samples = self.samples + newer.samples
+        torch.mul(newer.values[:trained], newer.samples / samples, out=values[:trained])
+        values[:trained].add_(self.values[:trained], alpha=self.samples / samples)
+        values[trained:] = newer.values[trained:]
+        end = values.numel() - marks
+        torch.maximum(self.values[end:], newer.values[end:], out=values[end:])
+        return Mean(values, samples, min(self.epoch, newer.epoch), {**self.given, **newer.given})
+
     def is_in(self, numbers: Collection[int]) -> bool:
         return not self.given.keys().isdisjoint(numbers)
+
+
+def mean_of(parts: Sequence[Mean], marks: int, memory: Memory) -> Tensor:
+    """float32 CPU (elements,): of all of several peers, of whose statistics each one's changes are its own."""
+    if len(parts) == 1:
+        return parts[0].values
+    samples, elements = sum(one.samples for one in parts), parts[0].values.numel()
+    values = memory.floats(elements)
+    torch.mul(parts[0].values, parts[0].samples / samples, out=values)
+    for one in parts[1:]:
+        values.add_(one.values, alpha=one.samples / samples)
+    values[elements - marks :] = torch.stack([one.values[elements - marks :] for one in parts]).amax(0)
+    return values
 
 
 class Carried:
@@ -82,6 +109,11 @@ class Made:
     contribution: Contribution
     own: Mean | None
     carried: tuple[Mean, ...]
+
+    @property
+    def is_void(self) -> bool:
+        """Whether what it was made of is not this peer's any more: it cannot be given again."""
+        return self.own is None and not self.carried
 
     @property
     def epoch(self) -> int:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId
+from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer
 
 
@@ -130,3 +131,16 @@ class Status:
     cut: tuple[PeerId, ...] = ()
     cuts: int = 0
     members: frozenset[PeerId] = frozenset()
+
+    @classmethod
+    def of(cls, peer: Peer, members: frozenset[PeerId]) -> Status:
+        return cls(
+            head=peer.head,
+            due=peer.due,
+            swarm_samples=peer.swarm_samples,
+            living=peer.living,
+            clients=peer.clients,
+            cut=peer.cut,
+            cuts=peer.cuts,
+            members=members,
+        )

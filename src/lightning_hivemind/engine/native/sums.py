@@ -201,6 +201,13 @@ def dense(parameter: Tensor) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
+def mark_parts(marks: Tensor, flat: Tensor, parameters: Sequence[Tensor]) -> None:
+    """1.0 for each parameter of which there is something in a flat vector."""
+    for mark, part in zip(marks, views(flat, parameters), strict=True):
+        if not mark and part.any():
+            mark.fill_(1.0)
+
+
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a flat vector, which may be longer, in the parameters' shapes."""
     sizes = [p.numel() for p in parameters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -15,6 +16,8 @@ from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
+
+log = logging.getLogger("lightning_hivemind")
 
 #: between two looks at the records that are here anyway, and between two changes of this peer's own
 LOOK_S, PUBLISH_S = 0.5, 2.0
@@ -112,12 +115,16 @@ class Whereabouts:
     def _run(self) -> None:
         published: tuple[float, Head | None, int, bool] = (0.0, None, 0, False)
         while not self._stopped.wait(LOOK_S):
-            self._look()
-            status, now = self._driver.status, time.monotonic()
-            what = (status.head, status.cuts, self._owes())
-            if now - published[0] > (PUBLISH_S if what != published[1:] else AGAIN_S):
-                published = (now, *what)
-                self._publish()
+            try:
+                self._look()
+                status, now = self._driver.status, time.monotonic()
+                what = (status.head, status.cuts, self._owes())
+                if now - published[0] > (PUBLISH_S if what != published[1:] else AGAIN_S):
+                    published = (now, *what)
+                    self._publish()
+            except Exception:  # memory, say. Without this thread nobody would be found any more, nor this peer
+                log.exception("records of peers were not read or published, and will be in a moment")
+                self._stopped.wait(PUBLISH_S)
 
 
 def _read_addresses(value: Any) -> list[str]:

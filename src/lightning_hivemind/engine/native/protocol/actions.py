@@ -119,7 +119,6 @@ class CatchUp:
     """
 
     head: Head
-    source: PeerId
     commits: tuple[Commit, ...]
 
 

@@ -33,7 +33,6 @@ class Coordinator:
         self._in_time: set[PeerId] = set()
         self._began = now
         self._deadline, self._resend_at = now + settings.round_s, now + 2 * settings.resend_s
-        self._extended = False
         self.commit: Commit | None = None
         self.ended = False
         self._publish()
@@ -109,7 +108,7 @@ class Coordinator:
             self._trailing.update(peer for peer in self.plan.members if peer not in self._done)
             self._decide()
         elif now >= self._deadline:
-            self._out_of_time(now)
+            self._out_of_time()
         elif now >= self._resend_at:
             self._resend_at = now + 2 * self._settings.resend_s
             for peer in self.plan.members:
@@ -123,15 +122,13 @@ class Coordinator:
 
     # ------------------------------------------------------------------ what is decided
 
-    def _out_of_time(self, now: float) -> None:
-        """Go on without those that are not done, once; a second time there is no time left."""
-        reason = f"not finished in {self._settings.round_s:.1f} s (allreduce_timeout or averaging_timeout)"
+    def _out_of_time(self) -> None:
+        """Go on without those that are not done; all results are there, if one peer has them."""
         late = frozenset(self.plan.members) - self._trailing - set(self._done)
-        if self._extended or not self._done or self._me in late:
-            self.abort(reason)
-            return
-        self._extended, self._deadline = True, now + self._settings.round_s / 2
-        self._take_out(lost=late, refused=frozenset(), reason=reason)
+        if not self._done or self._me in late:
+            self.abort(f"not finished in {self._settings.round_s:.1f} s (allreduce_timeout or averaging_timeout)")
+        else:
+            self._decide(late)
 
     def _take_out(self, *, lost: frozenset[PeerId], refused: frozenset[PeerId], reason: str) -> None:
         if self._me in lost:

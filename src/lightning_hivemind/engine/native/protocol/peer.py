@@ -324,7 +324,7 @@ class Peer:
         if message.head.outweighs(head) and message.head.outweighs(goal):
             self._rounds.leave("others are ahead", now, head=message.head)
             self._standing.catching_up_to = message.head
-            self._emit(CatchUp(head=message.head, source=sender, commits=commits))
+            self._emit(CatchUp(head=message.head, commits=commits))
 
     # ------------------------------------------------------------------ private
 

@@ -10,6 +10,8 @@ from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
 
 #: of a plan, one for each peer that was lost or refused; more than that is no plan, nor can it be said in a frame
 MOST_VERSIONS = 1 << 31
+#: of a bandwidth: who says that it has less has none
+NOTHING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,7 +200,7 @@ def slow_lines(bandwidths: Mapping[PeerId, float], reducers: Collection[PeerId])
 
 def _quick(bandwidths: Mapping[PeerId, float], members: int) -> tuple[dict[PeerId, float], float]:
     """Those of the reducers that are worth it, and how long all of it takes them, for a vector of length 1."""
-    reducers = {peer: bandwidth for peer, bandwidth in bandwidths.items() if bandwidth > 0.0}
+    reducers = {peer: bandwidth for peer, bandwidth in bandwidths.items() if bandwidth > NOTHING}
     if not reducers:
         return {}, float("inf")
     if members <= 2:

@@ -155,8 +155,8 @@ class Rounds:
         joined = self._joined
         if joined is None or self._inquiry is not None:
             return
-        # a little longer than the coordinator itself takes, who goes on once without those that are late
-        patience_s = 1.5 * self._settings.round_s if self._member is not None else self._settings.matchmaking_s
+        # a little longer than the coordinator itself takes
+        patience_s = self._settings.round_s if self._member is not None else self._settings.matchmaking_s
         if now >= joined.since + 1.25 * patience_s + 2 * self._settings.resend_s:
             self._coordinator_lost(now)
         elif now >= joined.resend_at:

@@ -62,7 +62,7 @@ class Trailing:
 
     def heard(self, round_id: RoundId, peer: PeerId, now: float) -> None:
         """A part of a chunk of ``peer`` has arrived; what it sends of the rounds after this one waits behind it."""
-        for late in self._rounds.values() if round_id in self._rounds else ():
+        for late in tuple(self._rounds.values()) if round_id in self._rounds else ():  # (in connections' threads)
             late.member.heard(peer, now)
 
     def result_arrived(
@@ -96,12 +96,13 @@ class Trailing:
         for late in self._rounds.values():
             owed = late.member.owed()
             silent_s = {peer: now - max(late.since, late.member.heard_at(peer)) for peer in owed}
-            if max(silent_s.values(), default=0.0) >= self._settings.stall_s:
+            silent = max(silent_s.values(), default=0.0) >= self._settings.stall_s
+            if silent or now >= late.since + self._settings.round_s:
                 self.clear()
                 return
             if now >= late.ask_at:
                 late.ask_at = now + self._settings.resend_s
-                for peer in (one for one, silent in silent_s.items() if silent >= self._settings.resend_s):
+                for peer in (one for one, quiet_s in silent_s.items() if quiet_s >= self._settings.resend_s):
                     late.member.ask(peer, inputs=False, chunks=owed[peer][1])
 
     @property

@@ -27,6 +27,8 @@ from lightning_hivemind.errors import StateError
 #: tensors begin at multiples of this, so that any dtype can be read where it lies
 ALIGNMENT = 64
 MAX_DESCRIPTION_BYTES = 64 << 20
+#: ranges, or tensors, that a description may list: room for as many as it says it has is made before they are read
+MOST_LISTED = 1 << 18
 #: tensors that a state may have for each parameter, besides the parameter itself
 MOST_PER_PARAMETER = 16
 
@@ -204,7 +206,7 @@ def read_description(
         StateError: it does not, or it is no such description.
     """
     try:
-        values = msgpack.unpackb(data, raw=False, max_ext_len=0, strict_map_key=True)
+        values = msgpack.unpackb(data, raw=False, max_ext_len=0, max_array_len=MOST_LISTED, strict_map_key=True)
         (epoch, lineage, samples, marks), ranges, parts, state, groups = values
         shapes = [_read_shape(dtype, shape) for dtype, shape in parts]
         sound = isinstance(ranges, list) and all(isinstance(one, bytes) and len(one) == DIGEST_BYTES for one in ranges)

@@ -1,7 +1,7 @@
 """Protocol messages as bytes and back: msgpack of plain values, every one checked against the message's own types.
 
-What is not exactly such a message is refused; nothing in it is ever executed, and nothing is allocated that the sender
-did not send.
+What is not exactly such a message is refused; nothing in it is ever executed, and little more is allocated than was
+sent.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT = 256
 MAX_BYTES = 64
 MAX_INT = 2**63 - 1
+#: of a list: room for as many as it says it has is made before they are read
+MAX_LIST = 1 << 14
 
 _KINDS: tuple[type, ...] = typing.get_args(messages.Message)
 _TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
@@ -69,7 +71,8 @@ def read(kind: Any, data: bytes | memoryview) -> Any:
 
 def _unpack(data: bytes | memoryview, reader: Reader, what: str) -> Any:
     try:
-        return reader(msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True, max_ext_len=0))
+        limits = {"max_array_len": MAX_LIST, "max_map_len": 0, "max_ext_len": 0}
+        return reader(msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True, **limits))
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"{len(data)} bytes that are no {what}: {error}") from error
 
@@ -84,7 +87,7 @@ def _plain(value: Any) -> Any:
         return [_plain(getattr(value, field.name)) for field in fields(value)]
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
-    return value
+    return value[:MAX_TEXT] if isinstance(value, str) else value  # an error's text may be of any length
 
 
 @cache

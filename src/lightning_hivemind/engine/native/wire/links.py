@@ -22,6 +22,7 @@ from lightning_hivemind.engine.native.wire.connection import (
 )
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.lanes import MOST as MOST_LANES
 from lightning_hivemind.engine.native.wire.outlet import Outlet
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach, Way
 from lightning_hivemind.engine.native.wire.reader import Reader
@@ -33,8 +34,9 @@ from lightning_hivemind.errors import LightningHivemindError, WireError
 log = logging.getLogger("lightning_hivemind")
 
 HANDSHAKE_S = 10.0
-#: connections that have not said who they are, at most: for one more, the oldest goes
-STRANGERS = 64
+#: connections that have not said who they are, at most; and of one peer, which has :mod:`.lanes` and makes some anew.
+#: For one more, the oldest goes
+STRANGERS, MOST_OF_ONE = 64, 4 * MOST_LANES
 ACCEPT_AGAIN_S = 0.5
 WARN_AGAIN_S = 60.0
 #: of one peer that have not been used
@@ -123,7 +125,12 @@ class Links:
             if peer in self._inviting or self._closed:
                 return
             self._inviting.add(peer)
-        threading.Thread(target=self._invite, args=(peer,), name=f"from {peer[-6:]}", daemon=True).start()
+        try:
+            threading.Thread(target=self._invite, args=(peer,), name=f"from {peer[-6:]}", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("no connection for %s to send on: %s", peer, why(error))
+            with self._lock:
+                self._inviting.discard(peer)
 
     def _invite(self, peer: PeerId) -> None:
         try:
@@ -158,11 +165,7 @@ class Links:
             if self._closed:
                 close(inlet.sock)
                 return
-            strangers = [one for one in self._inlets if one.peer is None]
-            if len(strangers) >= STRANGERS:  # to say who one is takes milliseconds
-                oldest = min(strangers, key=lambda one: one.since)
-                self._inlets.discard(oldest)
-                wake(oldest.sock)
+            self._make_room(None, STRANGERS)  # to say who one is takes milliseconds
             self._inlets.add(inlet)
         try:
             threading.Thread(target=self._receive, args=(inlet,), name="from ?", daemon=True).start()
@@ -171,6 +174,13 @@ class Links:
                 self._inlets.discard(inlet)
             close(inlet.sock)
             raise
+
+    def _make_room(self, peer: PeerId | None, most: int) -> None:
+        """For one more connection of ``peer``, or of a stranger: the oldest goes."""
+        found = sorted((one for one in self._inlets if one.peer == peer), key=lambda one: one.since)
+        for oldest in found[: max(0, len(found) + 1 - most)]:
+            self._inlets.discard(oldest)
+            wake(oldest.sock)
 
     def _receive(self, inlet: _Inlet) -> None:
         """A connection that somebody has made."""
@@ -188,8 +198,12 @@ class Links:
                 self._inlets.discard(inlet)
             if (outlet := self._outlet(peer)) is not None:
                 outlet.reach.give(inlet.sock)
+            else:
+                close(inlet.sock)
             return
-        inlet.peer = peer
+        with self._lock:
+            self._make_room(peer, MOST_OF_ONE)
+            inlet.peer = peer
         threading.current_thread().name = f"from {peer[-6:]}"
         self.send(peer, Header(kind=Kind.PING))  # there are always both directions: each hears that the other lives
         self._read(inlet)
@@ -311,7 +325,14 @@ class Links:
         return any(outlet.sends(number, kind) for outlet in outlets)
 
     def _outlet(self, peer: PeerId) -> Outlet | None:
-        """The way to ``peer``; None when all is closed."""
+        """The way to ``peer``; None when all is closed, or if there is none: then it is lost."""
+        try:
+            return self._made_outlet(peer)
+        except RuntimeError as error:  # no more threads
+            self._sink.lost(peer, why(error))
+            return None
+
+    def _made_outlet(self, peer: PeerId) -> Outlet | None:
         with self._lock:
             if self._closed:
                 return None
@@ -349,19 +370,6 @@ class Links:
                     self._ways[outlet.peer] = outlet.reach.way
 
     # ------------------------------------------------------------------ the end
-
-    def drop(self, peer: PeerId) -> None:
-        """Close what there is with ``peer``; it may connect again."""
-        with self._lock:
-            outlet = self._outlets.get(peer)
-            inlets = [one for one in self._inlets if one.peer == peer]
-        if outlet is not None:
-            outlet.close()
-            with self._lock:
-                if self._outlets.get(peer) is outlet:
-                    del self._outlets[peer]
-        for inlet in inlets:
-            wake(inlet.sock)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Close everything; threads end within ``timeout_s``. Safe to call twice."""

@@ -18,6 +18,8 @@ from lightning_hivemind.engine.native.wire.sink import Payload
 
 #: bytes of chunks for one of a state: who takes a state must keep up with the rounds meanwhile, or take another one
 CHUNKS_SHARE = 3
+#: messages that wait for a peer that reads so slowly is lost: it is asked, or asks, for ever more
+MOST_WAITING = 1 << 14
 #: a connection on which nothing is to be sent says so often that it lives
 PING_S = 0.5
 
@@ -69,6 +71,9 @@ class Outlet:
             self._changed.notify()
             if queue is not self._urgent:
                 self._long.notify()
+            too_many = len(self._urgent) > MOST_WAITING and not self.reach.closed
+        if too_many:
+            self._lost(self, f"{MOST_WAITING} messages wait for it")
 
     @property
     def connections(self) -> list[socket.socket]:
