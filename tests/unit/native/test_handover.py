@@ -123,6 +123,17 @@ def test_who_fails_in_round_after_round_ends_with_the_reason(desk: Desk) -> None
         desk.handover.check()
 
 
+def test_who_fails_with_every_average_ends_with_the_reason_though_it_gives_to_every_step(desk: Desk) -> None:
+    for _ in range(3):
+        desk.handover.check()
+        desk.add(8)
+        desk.commit(desk.give(), average=None)
+        desk.handover.failed("MemoryError: no more")
+        desk.handover.adopted(desk.tip)
+    with pytest.raises(SwarmError, match="3 times in a row"):
+        desk.handover.check()
+
+
 def test_an_average_that_was_coming_does_not_after_this_peers_part_has_failed(desk: Desk) -> None:
     """Training would wait for it for ever."""
     desk.handover.committed(commit_on(ROOT), None, None, coming=True)

@@ -148,7 +148,7 @@ class Handover:
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
             self._head, self.under_way = commit.head, False
             self._lost += lost
-            if listed or not self._gives:
+            if (listed or not self._gives) and (average is not None or coming):
                 self._failures.clear()
             self._note(commit, mine)
             if (average is None and not coming) or not follows:
