@@ -79,14 +79,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="schedules of each kind")
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/forks.md")
     options = parser.parse_args()
-    run, rows, split, rate = Run(), [], 0, ""
+    run, rows, split = Run(), dict[str, list[str]](), 0
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for name, kinds in PROFILES.items():
             found = list(pool.map(partial(schedule, kinds=kinds), range(options.seeds), chunksize=10))
-            rows.append(row(name, found))
+            rows[name] = row(name, found)
             split += sum(not one.one for one in found)
-            rate = rows[-1][4] if name == HOSTILE else rate
-            print(*rows[-1], file=sys.stderr, flush=True)
+            print(*rows[name], file=sys.stderr, flush=True)
     heads = [
         "faults",
         "of them",
@@ -98,13 +97,13 @@ def main() -> int:
     ]
     bars = [
         is_so("of all schedules, those that do not end on one lineage", "0", str(split), holds=split == 0),
-        is_so(f"forks per 1000 commits, {HOSTILE}", "measured", rate, holds=True),
+        is_so(f"forks per 1000 commits, {HOSTILE}", "measured", rows[HOSTILE][4], holds=True),
     ]
     facts = run.facts()
-    text = report("Forks", facts, markdown_table(heads, rows), bars)
+    text = report("Forks", facts, markdown_table(heads, list(rows.values())), bars)
     print(text)
     if options.write:
-        write("forks", text, facts, bars, rows=rows)
+        write("forks", text, facts, bars, rows=list(rows.values()))
     return 0
 
 

@@ -75,11 +75,11 @@ class CatchingUp:
                 break
             if self._other_trainers and self._nobody_has_it():
                 return self._go_on(head, "who had it has gone, and nobody that lives has it", gives_up=True)
-            tried, error = True, None
+            tried = True
             try:
                 found, news = self._fetch(donors, max(0.0, left_s), None if preferred else head)
             except StateError as failure:
-                found, news, error = None, False, str(failure)
+                found, news, problem = None, False, str(failure)
             if found is not None:
                 if parts.handover.settle(found):
                     self.settled()
@@ -91,7 +91,6 @@ class CatchingUp:
                     time.sleep(self._no_news_s)
                     self._no_news_s = min(2 * self._no_news_s, PAUSE_S)
                 return found
-            problem = error or problem
             self._events.emit(StateUnavailable(epoch=head.epoch, reason=problem, action="trying again"))
             time.sleep(PAUSE_S)
         if self._training.should_abort():
