@@ -83,6 +83,9 @@ class Nowhere:
     def sends(self, round_id: bytes, kind: Kind | None = None, to: str | None = None) -> bool:
         return False
 
+    def look(self, now: float) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

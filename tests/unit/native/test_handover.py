@@ -620,7 +620,9 @@ def test_who_hands_over_gives_nothing_to_rounds_and_is_not_waited_for(desk: Desk
 
 def test_who_has_not_the_swarms_state_neither_hands_over_nor_carries(desk: Desk) -> None:
     desk.add(8)
+    desk.pace.step(8, time.monotonic(), mine=8, others=1)
     desk.handover.owe()
+    assert desk.handover.can_hand_over, "once it has it: its samples are not for rounds in between"
     assert desk.handover.hand_over(0.1) is None
     assert not desk.handover.carries
     assert not Desk(gives=False).handover.carries

@@ -13,7 +13,7 @@ from lightning_hivemind.engine.native.wire import connection
 from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
 from lightning_hivemind.engine.native.wire.connection import Follower, close, read_exactly, tune, write
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
-from lightning_hivemind.engine.native.wire.speed import Line, line_of, sent
+from lightning_hivemind.engine.native.wire.speed import Line, Sent, line_of, sent
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 
 SIZE, BUFFER, TIMEOUT_S = 256 << 10, 16 << 10, 0.3
@@ -147,7 +147,8 @@ def test_pieces_are_as_large_as_a_line_carries_in_a_moment(
 ) -> None:
     """And a number of whole rows, else their checksum would not be that of the frame."""
     busy_s = 10_000_000 / bytes_per_s
-    seen_so_far = iter([(0, 0.0), (10_000_000, busy_s), (10_000_100, busy_s + 1.0), (10**10, busy_s + 2.0)])
+    times = [(0, 0.0), (10_000_000, busy_s), (10_000_100, busy_s + 1.0), (10**10, busy_s + 2.0)]
+    seen_so_far = iter([Sent(*one) for one in times])
     monkeypatch.setattr(connection, "sent", lambda _: next(seen_so_far))
     line = Follower(plain)
     line.look()

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from lightning_hivemind.engine.native.wire.speed import FAST, Speed, sent
+from lightning_hivemind.engine.native.wire.speed import FAST, Sent, Speed, sent
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not say")
 
@@ -50,7 +50,7 @@ def push(sock: socket.socket, count: int) -> None:
     known = sent(sock)
     assert known is not None
     sock.sendall(bytes(count))
-    while (now := sent(sock)) is not None and now[0] < known[0] + count:
+    while (now := sent(sock)) is not None and now.arrived < known.arrived + count:
         pass
 
 
@@ -78,3 +78,41 @@ def test_what_is_not_known_counts_as_fast(connect: Connect) -> None:
     sock.close()
     assert speed.of([sock]) == FAST
     assert sent(socket.socket(socket.AF_UNIX)) is None
+
+
+class Kernel:
+    """What it says of a connection, as if: so many bytes after so many seconds each, and whether more of them wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = Sent(0, 0.0)
+        monkeypatch.setattr("lightning_hivemind.engine.native.wire.speed.sent", lambda _: self.now)
+
+    def sends(self, count: int, busy_s: float, *, waits: bool) -> None:
+        self.now = Sent(self.now.arrived + count, self.now.busy_s + busy_s, waits)
+
+
+def test_a_slow_line_is_found_with_the_first_second_of_it(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    sock, speed, kernel = connect(FAST), Speed(), Kernel(monkeypatch)
+    assert speed.of([sock]) == FAST
+    for _ in range(10):
+        kernel.sends(12_000, 0.1, waits=True)
+        found = speed.of([sock])
+    assert found == pytest.approx(120e3)
+
+
+def test_short_messages_over_a_long_way_say_nothing(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each the kernel counts the way there and back."""
+    sock, speed, kernel = connect(FAST), Speed(), Kernel(monkeypatch)
+    for _ in range(20_000):
+        kernel.sends(100, 0.2, waits=False)
+        assert speed.of([sock]) == FAST
+    kernel.sends(4 << 20, 1.0, waits=False)
+    assert speed.of([sock]) == 4 << 20
+
+
+def test_the_end_of_what_was_much_counts_with_it(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    sock, speed, kernel = connect(FAST), Speed(), Kernel(monkeypatch)
+    kernel.sends(60_000, 0.5, waits=True)
+    speed.of([sock])
+    kernel.sends(60_000, 0.5, waits=False)
+    assert speed.of([sock]) == pytest.approx(120e3)

@@ -236,6 +236,7 @@ class Driver:
         event(self._now())
         self._carry_out()
         self._answer_call(self._now())
+        self._connections.look(self._now())
         if self._carrying is not None and self._carrying.look(self._now()):
             self._count(self._now())
             self._carry_out()

@@ -184,7 +184,7 @@ class Handover:
 
     @property
     def can_hand_over(self) -> bool:
-        can = self._gives and not self.owes and self._gradients.can_be_carried
+        can = self._gives and self._gradients.can_be_carried
         with self.changed:
             return can and not self._pace.stands_still(time.monotonic())
 

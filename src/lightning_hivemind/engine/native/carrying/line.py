@@ -6,7 +6,7 @@ from lightning_hivemind.engine.native.protocol.lineage import PeerId
 from lightning_hivemind.engine.native.protocol.plan import Plan
 
 #: plans one after another that say so, or say otherwise: a single measurement says little
-ROUNDS = 3
+ROUNDS = 2
 #: it is worth it if a round would be longer by so many seconds, and by so large a part of a step
 LEAST_S, LEAST_PART = 0.1, 0.1
 

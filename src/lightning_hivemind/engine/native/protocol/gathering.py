@@ -1,4 +1,7 @@
-"""The coordinator's first half: call peers to a round, and close the group as soon as all of them are there."""
+"""The coordinator's first half: call peers to a round, and close the group as soon as all of them are there.
+
+Who gives nothing to rounds, since its line is slow, is not waited for: it is in the plan before it has answered.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ class Gathering:
         round_id: RoundId,
         head: Head,
         cuts: int,
-        may_miss: Callable[[PeerId], bool],
+        *,
+        gives_nothing: Callable[[PeerId], bool],
+        stands: Callable[[PeerId, Head], bool],
         emit: Callable[[Action], None],
         now: float,
     ) -> None:
         self._settings, self._me, self._cuts, self._emit = settings, me, cuts, emit
-        self._may_miss = may_miss
-        #: when those that may miss it, if nobody else is missing, are not waited for any more
-        self._late_at = float("inf")
+        self._gives_nothing, self._stands = gives_nothing, stands
         self.round, self.head = round_id, head
         #: who was called and has not answered yet
         self.awaited: set[PeerId] = set()
@@ -66,54 +69,65 @@ class Gathering:
                 self._call(peer)
 
     def over(self, now: float) -> bool:
-        """Nobody is awaited any more, or not any longer: who has nothing to give, as long again as the others took."""
-        if not self.awaited:
-            return True
-        if not self._enough or not all(map(self._may_miss, self.awaited)):
-            self._late_at = float("inf")
-        elif self._late_at == float("inf"):
-            self._late_at = now + max(self._settings.late_s, now - self._started)
-        return now >= min(self._late_at, self._started + self._settings.matchmaking_s)
+        """Nobody is awaited any more, or not any longer; and who gives nothing only if it is needed all the same."""
+        complete = not self.awaited if self._few or self._last else all(map(self._gives_nothing, self.awaited))
+        return complete or now >= self._started + self._settings.matchmaking_s
 
     @property
     def deadline(self) -> float:
-        return min(self._resend_at, self._late_at, self._started + self._settings.matchmaking_s)
+        return min(self._resend_at, self._started + self._settings.matchmaking_s)
 
     @property
-    def _enough(self) -> bool:
-        enough = self.samples >= self._settings.target_samples
-        return enough and self._me in self.joined and len(self.joined) >= self._settings.min_group_size
+    def _last(self) -> bool:
+        """Whether somebody's run ends with this step."""
+        return any(offer.stop or offer.last for offer in self.joined.values())
+
+    @property
+    def _few(self) -> bool:
+        """Whether more peers are needed, even such as give nothing."""
+        return self._me not in self.joined or len(self.joined) < self._settings.min_group_size
+
+    @property
+    def brought(self) -> dict[PeerId, int]:
+        """Samples, of each that was called."""
+        of = {peer: offer.contribution for peer, offer in self.joined.items()}
+        return {**dict.fromkeys(self.awaited, 0), **{peer: one.samples if one else 0 for peer, one in of.items()}}
 
     @property
     def samples(self) -> int:
-        return sum(one.contribution.samples for one in self.joined.values() if one.contribution is not None)
+        return sum(self.brought.values())
 
     def plan(self) -> Plan | None:
-        """For those who have joined; None if they are too few, or do not have the samples."""
+        """For those who have joined, or will; None if they are too few, or do not have the samples."""
         contributions = [one.contribution for one in self.joined.values() if one.contribution is not None]
-        if not self._enough:
+        if self._few or self.samples < self._settings.target_samples:
             return None
         reducers = reducers_of(self.joined)
-        stop = any(offer.stop for offer in self.joined.values())
-        last = stop or any(offer.last for offer in self.joined.values())
+        trailing, expected = self._trailing()
+        slow = slow_lines({peer: offer.bandwidth for peer, offer in self.joined.items()}, reducers)
         return make_plan(
             self.round,
             self.head,
             self._me,
-            members=list(self.joined),
+            members=[*self.joined, *expected],
             contributions=[one for one in contributions if one.samples],
             bandwidths=reducers,
             chunks=self._settings.chunks,
-            trailing=[] if last else self._trailing(),
-            slow=slow_lines({peer: offer.bandwidth for peer, offer in self.joined.items()}, reducers),
-            stop=stop,
-            last=last,
+            trailing=[*trailing, *expected],
+            slow=[*slow, *expected],
+            stop=any(offer.stop for offer in self.joined.values()),
+            last=self._last,
         )
 
-    def _trailing(self) -> list[PeerId]:
-        """Who is not waited for at the end: not more than others are."""
+    def _trailing(self) -> tuple[list[PeerId], list[PeerId]]:
+        """Who is not waited for at the end, and of those who have not answered yet: not more than others are."""
+        if self._last:
+            return [], []
         trailing = [peer for peer, offer in self.joined.items() if offer.trails]
-        return trailing if 2 * len(trailing) <= len(self.joined) else []
+        expected = sorted(peer for peer in self.awaited if self._gives_nothing(peer) and self._stands(peer, self.head))
+        if 2 * len(trailing) > len(self.joined):
+            return [], []
+        return trailing, expected[: len(self.joined) - 2 * len(trailing)]
 
     def dismiss(self, reason: str, better: PeerId | None = None) -> None:
         """Send home who has come, and who may still come."""

@@ -153,8 +153,18 @@ class Leadership:
             self._called += 1
             parts = f"{self._me} {self._called} ".encode() + self._incarnation
             round_id = hashlib.sha256(parts).digest()[:16]
-            cuts, may_miss = self._roster.cuts, self._roster.gives_nothing
-            self._gathering = Gathering(self._settings, self._me, round_id, head, cuts, may_miss, self._emit, now)
+            roster = self._roster
+            self._gathering = Gathering(
+                self._settings,
+                self._me,
+                round_id,
+                head,
+                roster.cuts,
+                gives_nothing=roster.gives_nothing,
+                stands=roster.stands,
+                emit=self._emit,
+                now=now,
+            )
             self._gathering.call([self._me])
         elif self._due_since is None:
             self._due_since = now
@@ -173,8 +183,9 @@ class Leadership:
         if plan is None:
             reason = f"{len(gathering.joined)} peers with {gathering.samples} samples came: too few for a round"
             self.dismiss(reason, now)
+            self._roster.came(gathering.brought)
             return
-        for peer in sorted(gathering.awaited):
+        for peer in sorted(gathering.awaited.difference(plan.members)):
             self._send(peer, Ended(round=gathering.round, reason="came too late", aborted=False))
         self._gathering = None
         self._coordinator = Coordinator(self._settings, self._me, plan, self._emit, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Head, PeerId, rank
@@ -95,8 +96,9 @@ class Roster:
         self._cut: dict[PeerId, Cut] = {}
         #: candidates that let a round pass at this epoch
         self._idle: set[PeerId] = set()
-        #: what others say that the swarm has
+        #: what others say that the swarm has; nothing where it was found not to have it
         self._told = 0
+        self._mistold = False
 
     # ------------------------------------------------------------------ what is heard of others
 
@@ -133,7 +135,14 @@ class Roster:
 
     def told(self, swarm_samples: int) -> None:
         """Another peer knows of so many samples in the swarm."""
-        self._told = max(self._told, min(swarm_samples, MOST_SAMPLES))
+        if not self._mistold:
+            self._told = max(self._told, min(swarm_samples, MOST_SAMPLES))
+
+    def came(self, samples: Mapping[PeerId, int]) -> None:
+        """Peers were called to where this one stands, and brought so many: too few, whatever had been said of them."""
+        self._told, self._mistold = 0, True
+        for peer in samples.keys() & self._seen.keys():
+            self._seen[peer].samples = samples[peer]
 
     def lost(self, peer: PeerId, now: float) -> None:
         if (cut := self._cut.get(peer)) is None or cut.doubtful:
@@ -206,7 +215,7 @@ class Roster:
 
     def begin_anew(self) -> None:
         """Forget what held only for the round that has just ended."""
-        self._told = 0
+        self._told, self._mistold = 0, False
         self._idle.clear()
 
     def let_pass(self, peer: PeerId) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, more
 from lightning_hivemind.engine.native.wire.sink import Payload
-from lightning_hivemind.engine.native.wire.speed import line_of, sent
+from lightning_hivemind.engine.native.wire.speed import Sent, line_of, sent
 
 #: that waits before a stream which libp2p carries: messages wait behind it
 CARRIED_BYTES = 64 << 10
@@ -67,10 +67,11 @@ class Follower:
         if not has_bbr(self._sock) and (line := line_of(self._sock)) is not None and line.answer_s > FULL_S:
             _control(self._sock, near=False)  # it was taken for a near one, and is thin, or loses packets
         now, before = sent(self._sock), self._seen
-        if now is None or before is None or now[0] - before[0] < LEAST_BYTES:
+        if now is None or before is None or now.arrived - before.arrived < LEAST_BYTES:
             return
         self._seen = now
-        size = int(PIECE_S * (now[0] - before[0]) / max(now[1] - before[1], 1e-3)) // ROW_BYTES * ROW_BYTES
+        rate = (now.arrived - before.arrived) / max(now.busy_s - before.busy_s, 1e-3)
+        size = int(PIECE_S * rate) // ROW_BYTES * ROW_BYTES
         size = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, size))
         if size != self.piece_bytes:
             self.piece_bytes = size
@@ -124,13 +125,13 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
     if sum(map(len, payload)) <= DRAIN_BYTES:
         left = [b"".join(left)]  # one packet, not several
     encrypts = isinstance(sock, ssl.SSLSocket)
-    arrived: tuple[int, float] | None = None  # to ask the system before each piece costs more than its checksum
+    now: Sent | None = None  # to ask the system before each piece costs more than its checksum
     while left:  # not sendall, whose timeout is for all of it
         try:
             count = sock.send(memoryview(left[0])[:TLS_BYTES]) if encrypts else sock.sendmsg(left[:MOST_PARTS])
         except TimeoutError:
-            before, arrived = arrived, sent(sock)
-            if arrived is None or (before is not None and arrived[0] <= before[0]):
+            before, now = now, sent(sock)
+            if now is None or (before is not None and now.arrived <= before.arrived):
                 raise
             continue
         while left and count >= len(left[0]):

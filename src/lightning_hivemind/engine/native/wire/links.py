@@ -39,6 +39,7 @@ HANDSHAKE_S = 10.0
 STRANGERS, MOST_OF_ONE = 64, 4 * MOST_LANES
 ACCEPT_AGAIN_S = 0.5
 WARN_AGAIN_S = 60.0
+LOOK_S = 0.1
 #: of one peer that have not been used
 MOST_TOKENS = 64
 
@@ -90,7 +91,7 @@ class Links:
         self._expected: dict[bytes, _Expected] = {}
         self._listener: socket.socket | None = None
         self._inviting: set[PeerId] = set()
-        self._speed = Speed()
+        self._speed, self._looked_at = Speed(), 0.0
         self._warned: dict[tuple[str, str], float] = {}
         self._closed = False
 
@@ -298,9 +299,19 @@ class Links:
     @property
     def upload_rate(self) -> float:
         """Bytes per second that this peer can send, as far as was seen; see :mod:`.speed`. From one thread only."""
+        return self._speed.of(self._connections)
+
+    def look(self, now: float) -> None:
+        """At what goes out, for :attr:`upload_rate`: often, as long as there is something. From the same thread."""
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            self._speed.of(self._connections)
+
+    @property
+    def _connections(self) -> list[socket.socket]:
         with self._lock:
             outlets = list(self._outlets.values())
-        return self._speed.of([one for outlet in outlets for one in outlet.connections])
+        return [one for outlet in outlets for one in outlet.connections]
 
     @property
     def slow_to(self) -> tuple[PeerId, ...]:

@@ -1,7 +1,8 @@
 """How fast this peer's line sends, so that a slow one is given less to reduce.
 
 Linux counts, for every connection, the bytes that the other end has confirmed and the time in which something waited to
-be sent. Connections that send at the same time share the line: their speeds add up to its own.
+be sent. Of a short message that is the way there and back: only times in which much is sent say how fast a line is.
+Connections that send at the same time share the line: their speeds add up to its own.
 """
 
 from __future__ import annotations
@@ -14,51 +15,71 @@ from weakref import WeakKeyDictionary
 
 #: bytes per second from which on lines are taken for equally fast; also of those of which nothing is known
 FAST = 50e6
-#: less says nothing: the kernel's buffers take it at once
-LEAST_BYTES = 1 << 20
+#: less says nothing: the kernel's buffers take it at once; but for what has taken so long all the same
+LEAST_BYTES, LEAST_S = 1 << 20, 1.0
+#: messages between two looks have less
+MUCH_BYTES = 1 << 16
 #: weight of the newest measurement
 SMOOTHING = 0.5
 #: of struct tcp_info (linux/tcp.h): bytes confirmed; microseconds with something to send; those of them in which the
-#: other end had no room
-_ACKED, _BUSY, _NO_ROOM, _BYTES = 120, 168, 176, 184
+#: other end had no room; bytes that the kernel has not sent yet
+_ACKED, _BUSY, _NO_ROOM, _BYTES, _UNSENT = 120, 168, 176, 184, 144
 #: packets sent again; the shortest round trip that was seen, in microseconds; packets with data; the usual round trip
 _LOST, _ROUND_TRIP, _PACKETS, _ANSWER = 100, 148, 156, 68
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that arrived at the other end, the seconds that it took, and whether more of them wait in the kernel."""
+
+    arrived: int
+    busy_s: float
+    waits: bool = False
 
 
 class Speed:
     """See the module."""
 
     def __init__(self) -> None:
-        self._seen: WeakKeyDictionary[socket.socket, tuple[int, float]] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[socket.socket, Sent] = WeakKeyDictionary()
+        #: of what was much, since the last measurement
+        self._much: WeakKeyDictionary[socket.socket, Sent] = WeakKeyDictionary()
         self._rates: WeakKeyDictionary[socket.socket, float] = WeakKeyDictionary()
 
     def of(self, connections: Iterable[socket.socket]) -> float:
-        """Bytes per second, at most :data:`FAST`, of a line with these connections to send on."""
+        """Bytes per second, at most :data:`FAST`, of a line with these connections to send on.
+
+        To be called several times a second.
+        """
         known = 0.0
         for sock in connections:
-            self._measure(sock)
+            self._look(sock)
             known += self._rates.get(sock, 0.0)
         return min(known, FAST) or FAST
 
-    def _measure(self, sock: socket.socket) -> None:
-        found = sent(sock)
-        if found is None:
+    def _look(self, sock: socket.socket) -> None:
+        now = sent(sock)
+        if now is None:
             return
-        before = self._seen.setdefault(sock, (0, 0.0))
-        count, busy_s = found[0] - before[0], found[1] - before[1]
-        if count >= LEAST_BYTES:
-            self._seen[sock] = found
+        before, self._seen[sock] = self._seen.get(sock, Sent(0, 0.0)), now
+        if not (before.waits or now.waits or now.arrived - before.arrived >= MUCH_BYTES):
+            return
+        much = self._much.get(sock, Sent(0, 0.0))
+        count, busy_s = much.arrived + now.arrived - before.arrived, much.busy_s + now.busy_s - before.busy_s
+        if count >= LEAST_BYTES or (count >= MUCH_BYTES and busy_s >= LEAST_S):
             rate = count / max(busy_s, 1e-3)
             known = self._rates.get(sock, rate)
             self._rates[sock] = known + SMOOTHING * (rate - known)
+            count, busy_s = 0, 0.0
+        self._much[sock] = Sent(count, busy_s)
 
 
-def sent(sock: socket.socket) -> tuple[int, float] | None:
-    """Bytes that arrived at the other end, and the seconds that it took; None if the system does not say."""
+def sent(sock: socket.socket) -> Sent | None:
+    """What it has sent so far; None if the system does not say."""
     if (info := _tcp_info(sock)) is None:
         return None
     acked, busy, no_room = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY, _NO_ROOM))
-    return acked, max(0.0, (busy - no_room) / 1e6)
+    return Sent(acked, max(0.0, (busy - no_room) / 1e6), struct.unpack_from("=I", info, _UNSENT)[0] > 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
