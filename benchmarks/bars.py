@@ -22,6 +22,7 @@ BENCHMARKS = {
     "joiner": "python benchmarks/run.py --joiner 1,50",
     "faults": "python benchmarks/faults.py",
     "forks": "python benchmarks/forks.py",
+    "demo": "python benchmarks/demo.py",
     "soak-calm": "python benchmarks/soak.py --every 0",
     "soak": "python benchmarks/soak.py",
     **{

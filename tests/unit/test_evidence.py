@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ OUT_OF_REACH = {"use_ipfs"}
 BEFORE_ANY_ENGINE = {"use_relay", "use_auto_relay", "trusted_relays", "startup_timeout", "shutdown_timeout"}
 
 
+@cache
 def engines_of_tests() -> dict[str, frozenset[str]]:
     """Of each test the engines of which it shows something: with real peers those of ``make test-full``."""
     found: dict[str, frozenset[str]] = {}
@@ -53,22 +55,49 @@ def engines_of_tests() -> dict[str, frozenset[str]]:
     return found
 
 
-def rows() -> dict[str, frozenset[str]]:
-    """Of each argument in the table, the engines on which the tests that it names run."""
+@cache
+def cited_tests() -> dict[str, list[str]]:
+    """Of each argument in the table, the tests that it names."""
     text = (ROOT / "docs" / "reference" / "evidence.md").read_text(encoding="utf-8")
-    table = text.partition("## Arguments")[2].partition("\n## ")[0]
-    real, found = engines_of_tests(), defaultdict[str, frozenset[str]](frozenset)
+    table, found = text.partition("## Arguments")[2].partition("\n## ")[0], defaultdict[str, list[str]](list)
     for line in table.splitlines():
         cells = line.strip("| ").split(" | ")
-        if len(cells) != 2 or not cells[0].startswith("`"):
-            continue
-        covered: frozenset[str] = frozenset()
-        for part in re.split("[;,]", cells[1]):
-            for name in NAMED.findall(part):
-                assert name in real, f"there is no {name}"
-                covered |= real[name]
-        for argument in re.findall(r"`(\w+)`", cells[0]):
-            found[argument] |= covered
+        if len(cells) == 2 and cells[0].startswith("`"):
+            for argument in re.findall(r"`(\w+)`", cells[0]):
+                found[argument] += NAMED.findall(cells[1])
+    return found
+
+
+def rows() -> dict[str, frozenset[str]]:
+    """The engines on which these run."""
+    real, found = engines_of_tests(), dict[str, frozenset[str]]()
+    for argument, tests in cited_tests().items():
+        for name in tests:
+            assert name in real, f"there is no {name}"
+        found[argument] = frozenset[str]().union(*(real[name] for name in tests))
+    return found
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Of each test what it is made of: its own lines, and those of its file's own names that are in them."""
+    found: dict[str, str] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        lines, names = text.splitlines(), dict[str, str]()
+        for part in ast.parse(text).body:
+            first = min([part.lineno, *(one.lineno for one in getattr(part, "decorator_list", []))])
+            source = "\n".join(lines[first - 1 : part.end_lineno])
+            if isinstance(part, ast.ClassDef):
+                tests = [one for one in part.body if isinstance(one, ast.FunctionDef)]
+                names |= {one.name: source for one in tests} | {part.name: source}
+            elif isinstance(part, ast.FunctionDef):
+                names[part.name] = source
+            elif isinstance(part, ast.Assign):
+                names |= {one.id: source for one in part.targets if isinstance(one, ast.Name)}
+        for test in (name for name in names if name.startswith("test_")):
+            used = [names[one] for one in re.findall(r"\w+", names[test]) if one in names and one != test]
+            found[test] = "\n".join([names[test], *used])
     return found
 
 
@@ -84,3 +113,12 @@ def test_every_argument_runs_on_every_engine_or_is_refused_there(argument: str, 
     assert argument in rows(), "it has no row"
     covered = rows()[argument]
     assert engine in (BOTH if argument in BEFORE_ANY_ENGINE and covered else covered), f"the tests run on {covered}"
+
+
+@pytest.mark.parametrize("argument", [one.name for one in fields(Arguments) if "check" in one.metadata])
+def test_a_test_of_an_argument_names_it(argument: str) -> None:
+    if argument in OUT_OF_REACH or argument == "target_batch_size":  # every test of the strategy gives that one
+        return
+    known = sources()
+    named = cited_tests()[argument]
+    assert any(re.search(rf"\b{argument}\b", known[test]) for test in named), f"none of {named} has it"
