@@ -237,3 +237,54 @@ def test_a_sum_that_no_float_can_hold_is_refused() -> None:
     contributions = [replace(one, samples=one.samples * 10**6) for one in plan.contributions]
     exchanges["a"].reduce(0, contributions)  # a mean of finite values is finite, up to rounding
     assert bool(torch.isfinite(exchanges["a"].result[SPAN(LAYOUT, 0)]).all())
+
+
+def test_an_input_for_which_a_newer_plan_makes_this_peer_the_owner_may_come_before_that_plan() -> None:
+    """Its sender has heard of the plan first."""
+    plan = plan_of({**SAMPLES, "c": 1}, reducers="c")
+    newer = plan.without(frozenset({"c"}))
+    assert set(newer.owners) == {"a"}
+    mine, theirs = (Exchange(LAYOUT, [Exact()] * 2, peer, random(seed)) for seed, peer in enumerate("ab"))
+    for exchange in (mine, theirs):
+        exchange.begin(plan)
+    data = theirs.input(0)
+    room = mine.room_for_input(0, "b", len(data))
+    assert room is not None
+    room[:] = data
+    mine.keep(0, "b", room)
+    mine.begin(newer)
+    mine.keep_own(0)
+    mine.reduce(0, newer.contributions)
+    expected = (3 * random(0) + 5 * random(1))[:512] / 8
+    torch.testing.assert_close(mine.result[:512], expected)
+    assert mine.room_for_input(1, "c", len(data)) is None, "nothing of who is not in it any more"
+
+
+def test_a_result_of_a_newer_plan_may_come_before_that_plan() -> None:
+    plan = plan_of({**SAMPLES, "c": 1}, reducers="c")
+    newer = plan.without(frozenset({"c"}))
+    exchange = Exchange(LAYOUT, [Exact()] * 2, "b", random(1))
+    exchange.begin(plan)
+    exchange.result.fill_(-1.0)
+    for chunk, owner in enumerate("ac"):
+        room = exchange.room_for_result(chunk, 1, owner, 2048)
+        assert room is not None
+        room[:] = memory_of(random(2)[:512])
+        exchange.take(chunk, 1, owner, room)
+    assert bool((exchange.result == -1.0).all()), "it may not be one"
+    exchange.begin(newer)
+    assert torch.equal(exchange.result[:512], random(2)[:512])
+    assert not torch.equal(exchange.result[512:], random(2)[:512]), "its owner is another one"
+    assert exchange.room_for_result(0, 1, "a", 2048) is None, "it is here"
+
+
+def test_what_comes_before_its_plan_takes_no_more_memory_than_one_gradient_for_each_plan() -> None:
+    plan = plan_of({**SAMPLES, "c": 1}, reducers="c")
+    exchange = Exchange(LAYOUT, [Exact()] * 2, "a", None)
+    exchange.begin(plan)
+    assert exchange.room_for_input(0, "b", 2048) is not None
+    assert exchange.room_for_result(1, 7, "b", 2048) is not None
+    assert exchange.room_for_result(0, 9, "b", 2048) is None
+    assert exchange.room_for_input(1, "b", 2048) is None
+    exchange.begin(plan.without(frozenset({"b"})))
+    assert exchange.room_for_result(0, 9, "c", 2048) is not None

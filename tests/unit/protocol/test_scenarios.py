@@ -538,6 +538,28 @@ def test_a_plan_is_said_once_and_again_only_to_who_has_an_older_one() -> None:
     assert [len(table.applied[name]) for name in (FIRST, SECOND)] == [1, 1]
 
 
+def test_what_is_made_by_a_newer_plan_counts_at_who_hears_of_that_plan_later() -> None:
+    """Else it would have to be asked for again, half a second later."""
+    table = three()
+
+    def hold(sender: str, to: str, what: object) -> bool:
+        dies = sender == SECOND != to and isinstance(what, Data) and bool(what.digest)
+        return dies or (to == THIRD and isinstance(what, Begin) and what.plan.version > 0)
+
+    table.hold = hold
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    table.kill(SECOND)
+    table.flow()
+    assert [what for *_, what in table.held if isinstance(what, Begin)], "all but this one have heard of it"
+    assert not table.applied[FIRST]
+    table.held = [letter for letter in table.held if letter[0] != SECOND]
+    table.release()
+    (step,) = table.applied[FIRST]
+    assert table.applied[THIRD] == [step]
+    assert {one.peer for one in step.contributions} == {FIRST, THIRD}
+
+
 def test_who_has_started_again_in_a_round_says_so_when_it_hears_of_it() -> None:
     table = three()
     table.hold = lambda sender, receiver, what: isinstance(what, Data) and not what.digest and sender == THIRD

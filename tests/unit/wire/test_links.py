@@ -332,6 +332,14 @@ def test_a_peer_whose_process_ends_is_lost_at_once(town: City) -> None:
     assert town.ledgers["first"].losses == [("second", "its process has ended: nobody listens at its address")]
 
 
+def test_a_peer_whose_process_ends_is_lost_at_once_though_the_first_word_to_it_seems_to_get_there(
+    town: City, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its system answers that nobody is there; the next ping, half a second later, would find that."""
+    monkeypatch.setattr(outlet_module, "PING_S", 3 * WAIT_S)
+    test_a_peer_whose_process_ends_is_lost_at_once(town)
+
+
 def test_a_connection_that_breaks_is_made_again(town: City) -> None:
     first, second = town.settle("first"), town.settle("second")
     first.send("second", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))

@@ -58,8 +58,11 @@ class Exchange:
         self._plan: Plan | None = None
         self._lock = threading.Lock()
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
-        #: of inputs that may come before the plan: there is one encoded gradient in all, shared out among the owners
-        self._early_bytes = encoded_bytes(layout, codecs)
+        #: of what may come before the plan, or a newer one, that it belongs to: there is one encoded gradient in all,
+        #: shared out among the owners
+        self._size_bytes = self._early_bytes = encoded_bytes(layout, codecs)
+        #: results of versions that are not known here yet, and who sent them
+        self._ahead: dict[int, tuple[int, PeerId, memoryview]] = {}
         self._reduced: dict[int, tuple[memoryview, int]] = {}
         #: places in ``result`` that connections were given, and are not known to have done with; chunks of it that
         #: one was given, or that are there
@@ -89,6 +92,9 @@ class Exchange:
         with self._lock:  # at once: what a connection reads for the plan before never lands here
             self._plan, self.result, self._lent = plan, result, 0
             self._written = {chunk for chunk, since in enumerate(plan.since) if since < plan.version}
+            self._early_bytes, ahead, self._ahead = self._size_bytes, self._ahead, {}
+        for chunk, (version, peer, data) in ahead.items():
+            self.take(chunk, version, peer, data)
 
     @property
     def gives(self) -> bool:
@@ -129,13 +135,18 @@ class Exchange:
         plan = self._plan
         if (chunk, peer) in self._inputs:
             return None  # sent again though it was here
-        if plan is not None and (plan.owners[chunk] != self._me or peer not in plan.contributors):
+        if plan is not None and peer not in plan.contributors:
             return None
-        if plan is None:
-            with self._lock:
-                if length > self._early_bytes:
-                    return None  # asked for again, if it is wanted
-                self._early_bytes -= length
+        if plan is None or plan.owners[chunk] != self._me:  # a newer plan may be on its way, to the sender it has come
+            return self._early(length)
+        return memory_of(self._memory.bytes(length))
+
+    def _early(self, length: int) -> memoryview | None:
+        """Memory for what may be wanted once the plan is here. (If it is, and there was none, it is asked for.)"""
+        with self._lock:
+            if length > self._early_bytes:
+                return None
+            self._early_bytes -= length
         return memory_of(self._memory.bytes(length))
 
     def keep(self, chunk: int, peer: PeerId, data: memoryview) -> None:
@@ -192,6 +203,9 @@ class Exchange:
             WireError: there can be no such result.
         """
         check_length(self._layout, self._codecs, chunk, length)
+        plan = self._plan
+        if plan is not None and version > plan.version and not self._ended:
+            return self._early(length)
         with self._lock:
             plan = self._plan
             if self._ended or (plan is not None and not plan.wants(chunk, version, peer)):
@@ -207,6 +221,9 @@ class Exchange:
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
+        if self._plan is not None and version > self._plan.version:
+            self._ahead[chunk] = version, peer, data
+            return
         place = self.result[self._layout.span(chunk)]
         wanted = self._plan is None or self._plan.wants(chunk, version, peer)
         with self._lock:

@@ -37,8 +37,7 @@ HANDSHAKE_S = 10.0
 #: connections that have not said who they are, at most; and of one peer, which has :mod:`.lanes` and makes some anew.
 #: For one more, the oldest goes
 STRANGERS, MOST_OF_ONE = 64, 4 * MOST_LANES
-ACCEPT_AGAIN_S = 0.5
-WARN_AGAIN_S = 60.0
+ACCEPT_AGAIN_S, WARN_AGAIN_S = 0.5, 60.0
 LOOK_S = 0.1
 #: of one peer that have not been used
 MOST_TOKENS = 64
@@ -238,7 +237,8 @@ class Links:
                 self._forget(outlet)
             self._sink.lost(inlet.peer, why(error))
         else:
-            self.send(inlet.peer, Header(kind=Kind.PING))  # it connects again, or this finds that it is dead
+            if (outlet := self._outlet(inlet.peer)) is not None:
+                outlet.probe()  # it connects again, or this finds that it is dead
 
     def _warn(self, who: str, error: Exception) -> None:
         """Once a minute of the same: who sends garbage may do so all day."""

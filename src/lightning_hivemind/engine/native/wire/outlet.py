@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -22,6 +23,8 @@ CHUNKS_SHARE = 3
 MOST_WAITING = 1 << 14
 #: a connection on which nothing is to be sent says so often that it lives
 PING_S = 0.5
+#: until the system of a peer whose process has ended has said so
+RESET_S = 0.05
 
 Frame = tuple[Header, Payload]
 PING: Frame = (Header(kind=Kind.PING), ())
@@ -74,6 +77,12 @@ class Outlet:
             too_many = len(self._urgent) > MOST_WAITING and not self.reach.closed
         if too_many:
             self._lost(self, f"{MOST_WAITING} messages wait for it")
+
+    def probe(self) -> None:
+        """Find out whether the other end lives. Blocks for a moment."""
+        self.send(*PING)
+        time.sleep(RESET_S)  # if nobody is there, that is the answer to the first, and found with the second
+        self.send(*PING)
 
     @property
     def connections(self) -> list[socket.socket]:

@@ -20,6 +20,8 @@ from lightning_hivemind.errors import LightningHivemindError
 log = logging.getLogger("lightning_hivemind")
 
 RETRY_S = 0.1
+#: of who throws out whoever comes, it is asked so often whether it still listens
+PROBES = 3
 #: what libp2p carries was perhaps only a slow moment's way: so often a better one is looked for
 IMPROVE_S = 30.0
 #: connections in a row that ended as soon as they were made
@@ -200,15 +202,24 @@ class Reach:
             return sock
 
     def _is_gone(self) -> bool:
-        """Whether nobody listens any more where the peer was: quicker to know than that libp2p does not answer."""
-        if self._endpoint is None:
+        """Whether nobody listens any more where the peer was: quicker to know than that libp2p does not answer.
+
+        A process that is being ended closes one connection after another: it may listen a moment longer than it is
+        connected. Who comes then is thrown out; a peer that lives waits for its caller to speak.
+        """
+        if (endpoint := self._endpoint) is None:
             return False
-        try:
-            socket.create_connection(self._endpoint, timeout=self._patience_s).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass
+        for _ in range(PROBES):
+            try:
+                with socket.create_connection(endpoint, timeout=self._patience_s) as probe:
+                    probe.settimeout(RETRY_S)
+                    probe.recv(1)
+            except ConnectionRefusedError:
+                return True
+            except ConnectionResetError:
+                continue
+            except OSError:
+                return False
         return False
 
     # ------------------------------------------------------------------ while libp2p carries the connection
