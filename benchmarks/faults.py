@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from bench_bars import at_most, is_so
 from bench_results import Run, report, write
@@ -145,21 +145,29 @@ def worst(values: Sequence[float]) -> float:
 def slow(epochs: int) -> tuple[float, float, int, bool]:
     """Samples per second that two peers give alone, and beside a slow one, over so many steps each.
 
-    Also the steps with a gradient of the slow one, and whether it is in step at the end.
+    Alone before and after: the machine may have become slower. Also the steps with a gradient of the slow one, and
+    whether it is in step at the end.
     """
     with Herd(SLOW_TARGET) as herd:
         herd.gather(2, QUICK_S)
         two = list(herd.living)
-        rates = [throughput(herd, two, epochs)]
-        late = herd.start(SLOWER * len(two) * BATCH / rates[0])  # of what a batch of theirs takes, all in all
+        before = throughput(herd, two, epochs // 2)
+        late = herd.start(SLOWER * len(two) * BATCH / before)  # of what a batch of theirs takes, all in all
         herd.await_steps(late, 2)
-        rates.append(throughput(herd, two, epochs))
+        beside = throughput(herd, two, epochs)
         begin = herd.steps(two[0])[-epochs]["time"]
         commits = [one for one in herd.events(late, "EpochCommitted") if one["time"] >= begin]
         gave = sum(one["samples"] > 0 for one in commits)
         last, theirs = herd.steps(late)[-1], digests(herd, two[0])
-        newest = max(theirs)
-        return rates[0], rates[1], gave, last["epoch"] >= newest - 2 and theirs.get(last["epoch"]) == last["digest"]
+        member = last["epoch"] >= max(theirs) - 2 and theirs.get(last["epoch"]) == last["digest"]
+        return mean([before, alone_again(herd, two, late, epochs // 2)]), beside, gave, member
+
+
+def alone_again(herd: Herd, two: Sequence[Peer], third: Peer, epochs: int) -> float:
+    """What two peers give when that one is gone."""
+    herd.kill(third)
+    herd.watch(AFTER_S)
+    return throughput(herd, two, epochs)
 
 
 def slow_line(epochs: int) -> tuple[float, float, int]:
@@ -171,12 +179,13 @@ def slow_line(epochs: int) -> tuple[float, float, int]:
     with homes(3, LINE_MBIT_S, slower=slower) as networks, Herd(SLOW_TARGET, networks=networks) as herd:
         herd.gather(2, BATCH_S)
         two = list(herd.living)
-        rates = [throughput(herd, two, epochs)]
+        before = throughput(herd, two, epochs // 2)
         slow = herd.start(BATCH_S)
         herd.await_steps(slow, 2)
         herd.watch(SETTLED_S)
-        rates.append(throughput(herd, two, epochs))
-        return rates[0], rates[1], sum(one["samples"] for one in herd.events(slow, "GradientHandedOver"))
+        beside = throughput(herd, two, epochs)
+        handed = sum(one["samples"] for one in herd.events(slow, "GradientHandedOver"))
+        return mean([before, alone_again(herd, two, slow, epochs // 2)]), beside, handed
 
 
 def throughput(herd: Herd, peers: Sequence[Peer], epochs: int) -> float:
