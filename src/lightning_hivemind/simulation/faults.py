@@ -11,7 +11,7 @@ from lightning_hivemind.simulation.network import HostileNetwork
 from lightning_hivemind.simulation.trainer import Habits
 from lightning_hivemind.simulation.world import World
 
-KINDS = ("crash", "freeze", "cut", "split")
+KINDS = ("crash", "freeze", "cut", "split", "slow")
 
 
 @dataclass(kw_only=True)
@@ -77,6 +77,7 @@ class Schedule:
                 self.world.add(name, peer.habits)
             elif peer.frozen:
                 self.world.thaw(name)
+            self.world.peers[name].slows_down(False)
 
     def _plan_fault(self, time: float) -> None:
         kind, name, other = (self._random.choice(one) for one in (self.kinds, self.names, self.names))
@@ -96,7 +97,10 @@ class Schedule:
                 self.fired.append((world.now, kind, f"{name} {other}"))
         elif well and peer.alive and not peer.frozen:
             self.fired.append((world.now, kind, name))
-            if kind == "crash":
+            if kind == "slow":
+                peer.slows_down(True)
+                world.clock.after(lasts_s, lambda: peer.slows_down(False))
+            elif kind == "crash":
                 world.crash(name)
                 world.clock.after(lasts_s, lambda: None if world.peers[name].alive else self._restart(name))
             else:

@@ -8,7 +8,7 @@ leads to, who contributes to a plan) is computed once. ``tests/unit/simulation``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,6 +64,10 @@ class QuickRoster(Roster):
         if not known:
             self._living = None
 
+    def came(self, samples: Mapping[PeerId, int]) -> None:
+        self._sum_head = None
+        super().came(samples)
+
     def lost(self, peer: PeerId, now: float) -> None:
         self._forget()
         super().lost(peer, now)
@@ -73,9 +77,11 @@ class QuickRoster(Roster):
             self._forget()
         super().alive(peer)
 
-    def moved(self, peers: set[PeerId], parent: Head, head: Head, now: float) -> None:
+    def moved(
+        self, peers: set[PeerId], parent: Head, head: Head, now: float, *, silent: Collection[PeerId] = ()
+    ) -> None:
         self._sum_head = None
-        super().moved(peers, parent, head, now)
+        super().moved(peers, parent, head, now, silent=silent)
 
     def news(self, peer: PeerId, place: Place) -> bool:
         """Whether a record of ``peer`` would say anything that is not known here."""

@@ -70,13 +70,28 @@ class Given:
 
 @dataclass(kw_only=True)
 class Inbox:
-    """What a round has brought: inputs of own chunks by (chunk, peer), reduced ones and results by chunk."""
+    """What a round has brought: inputs of own chunks by (chunk, peer), reduced ones and results by chunk.
+
+    ``early``: results, with version and owner, that have come before their version of the plan.
+    """
 
     plan: Plan | None = None
-
     inputs: dict[tuple[int, str], Contribution] = field(default_factory=dict)
     reduced: dict[int, bytes] = field(default_factory=dict)
     results: dict[int, bytes] = field(default_factory=dict)
+    early: dict[int, tuple[int, str, bytes]] = field(default_factory=dict)
+
+    def begin(self, plan: Plan) -> None:
+        self.plan = plan
+        early, self.early = self.early, {}
+        for chunk, result in early.items():
+            self.take(chunk, *result)
+
+    def take(self, chunk: int, version: int, owner: str, value: bytes) -> None:
+        if self.plan is None or version > self.plan.version:
+            self.early[chunk] = version, owner, value
+        elif self.plan.wants(chunk, version, owner):
+            self.results[chunk] = value
 
 
 class SimulatedPeer:
@@ -87,7 +102,7 @@ class SimulatedPeer:
 
     def __init__(self, world: World, name: str, incarnation: int, settings: Settings, habits: Habits) -> None:
         self.world, self.name, self.settings, self.habits = world, name, settings, habits
-        self.alive, self.frozen = True, False
+        self.alive, self.frozen, self.slow = True, False, False
         tag = f"{name}#{incarnation}"
         self.core = self._make_core(tag)
         self.parameters: Parameters | None = None
@@ -157,8 +172,15 @@ class SimulatedPeer:
             self.pool.add(f"{self.tag}/{self.made}")
 
     def _report_pool(self) -> None:
-        self.core.contributed(len(self.pool) * self.habits.weight, self.world.now)
+        self.core.contributed(0 if self.slow else len(self.pool) * self.habits.weight, self.world.now)
         self.carry_out()
+
+    def slows_down(self, slow: bool) -> None:
+        """Its line: it says that it gives nothing, and nobody waits for it. (If it is asked, it gives all the same.)"""
+        self.slow = slow
+        if self.alive and not self.frozen:
+            self.core.sends_slowly(slow)
+            self._report_pool()
 
     # ------------------------------------------------------------------ what comes in
 
@@ -172,9 +194,7 @@ class SimulatedPeer:
         self.carry_out()
 
     def take_result(self, owner: str, round_id: RoundId, chunk: int, version: int, value: bytes) -> None:
-        plan = self._box(round_id).plan
-        if plan is None or plan.wants(chunk, version, owner):
-            self._box(round_id).results[chunk] = value
+        self._box(round_id).take(chunk, version, owner, value)
         self.core.result_arrived(round_id, chunk, version, value, owner, self.world.now)
         self.carry_out()
 
@@ -210,7 +230,7 @@ class SimulatedPeer:
             case Called(round=round_id):
                 self._join(round_id)
             case Begun(plan=plan):
-                self._box(plan.round).plan = plan
+                self._box(plan.round).begin(plan)
             case SendInput(round=round_id, chunk=chunk, to=to):
                 mine = self._mine[round_id]
                 assert mine is not None, "asked to give in a round to which nothing was offered"

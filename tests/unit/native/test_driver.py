@@ -17,10 +17,11 @@ from lightning_hivemind.engine.native.codecs import Exact
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.exchange import Exchange
 from lightning_hivemind.engine.native.layout import Layout, layout_of
+from lightning_hivemind.engine.native.protocol.actions import Begun
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
 from lightning_hivemind.engine.native.protocol.messages import Message, Missing
 from lightning_hivemind.engine.native.protocol.peer import Peer
-from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
+from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan
 from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
@@ -295,6 +296,32 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_others_go_on(runs: lis
     for trainee in run.trainees.values():
         assert torch.allclose(trainee.averages[0].double(), expected, rtol=1e-5, atol=1e-6)
     assert {name: trainee.refusals for name, trainee in run.trainees.items()} == {"a": 0, "b": 1, "c": 0}
+
+
+def test_a_plan_that_never_named_a_gradient_has_not_refused_it(runs: list[Run]) -> None:
+    """Who is in it before it has joined, since its line is slow, has what it offers then still to give."""
+    run = Run(["a"], Layout(5000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    driver, trainee = run.drivers["a"], run.trainees["a"]
+    mine, theirs = (Contribution(peer=name, number=1, samples=8) for name in "ab")
+    plan = make_plan(
+        b"r" * 16,
+        Head.root("run", "founder"),
+        "b",
+        members=["a", "b"],
+        contributions=[theirs],
+        bandwidths={"b": 1.0},
+        chunks=5,
+        stop=False,
+    )
+    driver._traffic.open(plan.round, torch.zeros(5000))
+    driver._do(Begun(plan=plan))
+    assert trainee.refusals == 0
+    named = replace(plan, contributions=(mine, theirs), version=1)
+    driver._do(Begun(plan=named))
+    assert trainee.refusals == 0
+    driver._do(Begun(plan=named.without(frozenset(), frozenset("a"))))
+    assert trainee.refusals == 1
 
 
 def test_who_is_alone_does_not_give_what_cannot_be_used_again_and_again(runs: list[Run]) -> None:

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from lightning_hivemind.engine.native.protocol.actions import Apply
-from lightning_hivemind.engine.native.protocol.lineage import Head
-from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Ended, Message, Progress
+from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
+from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Ended, Message, Progress
 from lightning_hivemind.engine.native.protocol.plan import Offer, Plan
 from lightning_hivemind.engine.native.protocol.roster import SENDS_SLOWLY, Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
@@ -89,6 +89,44 @@ def test_before_a_run_ends_its_answer_is_waited_for(word: str, monkeypatch: pyte
     assert not table.applied[FIRST]
     table.release()
     assert table.applied[FIRST] == table.applied[THIRD] != []
+
+
+def test_its_wish_to_stop_is_known_from_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That comes after the plan each time."""
+
+    def offer(*, contribution: Contribution | None) -> Offer:
+        return Offer(contribution=contribution, stop=contribution is None)
+
+    monkeypatch.setattr(table_module, "Offer", offer)
+    table = Slow(THIRD)
+    for _ in range(4):  # others lead in turn
+        table.train(**{FIRST: 8, SECOND: 8})
+        table.flow()
+        for letter in table.held:
+            table.read(*letter)
+        table.held.clear()
+        table.flow()
+    stops = [step.stop for step in table.applied[FIRST]]
+    assert not stops[0]
+    assert any(stops[1:])
+    assert table.applied[FIRST] == table.applied[THIRD]
+
+
+def test_who_cannot_reach_it_reduces_nothing() -> None:
+    """It would never have those results."""
+    table = Slow(THIRD)
+    table.peers[SECOND].lost(THIRD, table.now)
+    table.train(**{FIRST: 8, SECOND: 8})
+    table.flow()
+    assert set(table.plan.owners) == {FIRST}
+
+
+def test_who_has_declined_is_not_expected_before_it_has_joined_again() -> None:
+    table = Slow(THIRD)
+    table.read(THIRD, FIRST, Decline(round=b"r" * 16))
+    table.train(**{FIRST: 8, SECOND: 8})
+    table.flow()
+    assert THIRD not in table.plan.members
 
 
 def test_it_is_waited_for_where_too_few_would_be_there_without_it() -> None:

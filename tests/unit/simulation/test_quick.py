@@ -38,6 +38,7 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
                 "moved",
                 "let_pass",
                 "told",
+                "came",
                 "begin_anew",
                 "samples",
                 "cuts_of",
@@ -59,6 +60,8 @@ def test_a_quick_roster_answers_as_the_plain_one(seed: int) -> None:
                     getattr(one, what)(peer)
                 case "moved":
                     one.moved({peer, "p1", "p2"}, head, other, stamp)
+                case "came":
+                    one.came({peer: samples, "p1": 0})
                 case "told":
                     one.told(samples)
                 case "cuts_of":

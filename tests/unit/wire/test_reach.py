@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 
+from lightning_hivemind.engine.native.wire import reach as reach_module
 from lightning_hivemind.engine.native.wire.reach import PROBES, Gone, Reach, Way
 from lightning_hivemind.engine.native.wire.sink import Introduction
 
@@ -27,8 +28,9 @@ def asked() -> list[str]:
 
 
 @pytest.fixture
-def reach(listener: socket.socket, asked: list[str]) -> Reach:
+def reach(listener: socket.socket, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> Reach:
     """Of a peer that was reached at that port before; libp2p does not get through."""
+    monkeypatch.setattr(reach_module, "RETRY_S", 1.0)  # however busy this machine is
 
     def introduce(peer: str, dials: bool) -> Introduction:
         asked.append(peer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs import ChunkCodec
-from lightning_hivemind.engine.native.exchange import Exchange
+from lightning_hivemind.engine.native.codecs.base import memory_of
+from lightning_hivemind.engine.native.exchange import Exchange, check_length, encoded_bytes
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.actions import SendInput, SendResult
@@ -21,6 +23,10 @@ from lightning_hivemind.engine.native.wire.links import Links
 
 #: more is a peer that calls and never begins
 MOST_EXCHANGES = 4 + MOST_LATE
+#: rounds that were left
+REMEMBERED = 64
+
+Frame = tuple[PeerId, Header, memoryview]
 
 
 class Chunks:
@@ -31,12 +37,22 @@ class Chunks:
         self._exchanges: dict[bytes, Exchange] = {}
         #: rounds of the last commits: some peers may still be waiting for their chunks
         self._decided: deque[bytes] = deque()
+        #: rounds that this peer is not in any more
+        self._over: tuple[bytes, ...] = ()
+        #: results of a round that this peer has not joined yet, though it is in the plan, and the room for more
+        self._early: list[Frame] = []
+        self._lock, self._size_bytes = threading.Lock(), encoded_bytes(layout, codecs)
+        self._early_bytes = self._size_bytes
 
-    def open(self, round_id: bytes, values: Tensor | None) -> None:
-        """This peer joins a round with ``values``: see :class:`.Exchange`."""
+    def open(self, round_id: bytes, values: Tensor | None) -> list[Frame]:
+        """This peer joins a round with ``values``: see :class:`.Exchange`. Returns what has come of it so far."""
+        with self._lock:
+            self._early_bytes = self._size_bytes
+        early, self._early = self._early, []
         while len(self._exchanges) >= MOST_EXCHANGES:
             self._exchanges.pop(next(iter(self._exchanges)))
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._me, values, self._memory)
+        return [frame for frame in early if frame[1].round == round_id]
 
     def of(self, round_id: bytes) -> Exchange | None:
         """The exchange of that round, if this peer is in it."""
@@ -52,7 +68,7 @@ class Chunks:
 
         Chunks that wait for a slow line go on to those that lack them, for as many rounds as those may be behind.
         """
-        exchange = self._exchanges.pop(round_id, None)  # first: nobody is given its memory any more
+        exchange = self._end(round_id)  # first: nobody is given its memory any more
         self._links.forget(round_id, Kind.INPUT)
         self._decided.append(round_id)
         if len(self._decided) > MOST_LATE:
@@ -67,9 +83,13 @@ class Chunks:
 
     def drop(self, round_id: bytes) -> Exchange | None:
         """That round came to nothing, here at least."""
-        exchange = self._exchanges.pop(round_id, None)
+        exchange = self._end(round_id)
         self._links.forget(round_id)
         return exchange
+
+    def _end(self, round_id: bytes) -> Exchange | None:
+        self._over = (*self._over, round_id)[-REMEMBERED:]
+        return self._exchanges.pop(round_id, None)
 
     def drop_all(self) -> None:
         for round_id in list(self._exchanges):
@@ -78,24 +98,35 @@ class Chunks:
     # ------------------------------------------------------------------ what comes
 
     def room(self, peer: PeerId, header: Header) -> memoryview | None:
-        """Where a chunk is to be put; None where it is of a round that is over here, or not yet begun.
+        """Where a chunk is to be put; None where it is of a round that is over here, or of no use.
 
         It is asked for again, if it is wanted. Raises WireError: there can be no such chunk.
         """
         exchange = self._exchanges.get(header.round)
         if exchange is None:
-            return None
+            return self._room_before(header) if header.kind is Kind.RESULT else None
         if header.kind is Kind.INPUT:
             return exchange.room_for_input(header.chunk, peer, header.length)
         return exchange.room_for_result(header.chunk, header.version, peer, header.length)
 
+    def _room_before(self, header: Header) -> memoryview | None:
+        """The same for a result of a round that this peer may be about to join."""
+        check_length(self._layout, self._codecs, header.chunk, header.length)
+        with self._lock:
+            if header.round in self._over or header.length > self._early_bytes:
+                return None
+            self._early_bytes -= header.length
+        return memory_of(self._memory.bytes(header.length))
+
     def take(self, peer: PeerId, header: Header, payload: memoryview) -> bool:
-        """A chunk is in the place of :meth:`room`. False if its round is over meanwhile."""
+        """A chunk is in the place of :meth:`room`. False if its round is over meanwhile, or is not joined yet."""
         exchange = self._exchanges.get(header.round)
         if exchange is not None and header.kind is Kind.INPUT:
             exchange.keep(header.chunk, peer, payload)
         elif exchange is not None:
             exchange.take(header.chunk, header.version, peer, payload)
+        elif header.round not in self._over:
+            self._early.append((peer, header, payload))
         return exchange is not None
 
     # ------------------------------------------------------------------ what goes

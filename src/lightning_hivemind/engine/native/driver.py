@@ -183,10 +183,8 @@ class Driver:
         if header.kind is Kind.MESSAGE:
             message, came = decode(payload), time.monotonic()
             self._events.put_from(peer, header.length, lambda now: self._receive(peer, message, came, now))
-        elif header.kind is Kind.INPUT:
-            self._events.put_from(peer, header.length, lambda now: self._take_input(peer, header, payload, now))
-        elif header.kind is Kind.RESULT:
-            self._events.put_from(peer, header.length, lambda now: self._take_result(peer, header, payload, now))
+        elif header.kind in (Kind.INPUT, Kind.RESULT):
+            self._events.put_from(peer, header.length, lambda now: self._take(peer, header, payload, now))
         elif header.kind in KINDS and self._carrying is not None:
             self._events.put_from(peer, header.length, self._carrying.read(peer, header, payload))
         elif header.kind is Kind.REQUEST and self._donor is not None:
@@ -211,12 +209,12 @@ class Driver:
             return  # it asked while this thread was making what it lacks: what does not come, it asks for again
         self._peer.receive(peer, message, now)
 
-    def _take_input(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
-        if self._traffic.take(peer, header, payload):
+    def _take(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
+        if not self._traffic.take(peer, header, payload):
+            return
+        if header.kind is Kind.INPUT:
             self._peer.input_arrived(header.round, header.chunk, peer, now)
-
-    def _take_result(self, peer: PeerId, header: Header, payload: memoryview, now: float) -> None:
-        if self._traffic.take(peer, header, payload):
+        else:
             digest = digest_of(header.checksum)
             self._peer.result_arrived(header.round, header.chunk, header.version, digest, peer, now)
 
@@ -325,11 +323,12 @@ class Driver:
                 self._called = (round_id, self._training.called(now))
             case Begun(plan=plan):
                 if (exchange := self._traffic.of(plan.round)) is not None:
+                    counted = exchange.counts
                     exchange.begin(plan)
                     self._members = frozenset(plan.members)
                     if not plan.version and self._whole_line and self._carrying is not None:
                         self._carrying.begun(plan, self._now())
-                    if exchange.gives and self._peer.me not in plan.contributors:
+                    if counted and not exchange.counts:
                         self._refused()
             case SendInput(round=round_id, chunk=chunk):
                 if self._traffic.send_input(action):
@@ -363,12 +362,14 @@ class Driver:
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()
-        self._traffic.open(round_id, given.values)
+        early = self._traffic.open(round_id, given.values)
         self._given = round_id
         self._whole_line = given.offer.bandwidth >= 1.0
         links, offer = self._connections, given.offer
         offer = replace(offer, bandwidth=offer.bandwidth * links.upload_rate, slow_to=links.slow_to)
         self._peer.join(round_id, offer, self._now())
+        for frame in early:
+            self._take(*frame, self._now())
         if given.values is None:
             self._count(self._now())  # it may have less than it said
 

@@ -15,8 +15,9 @@ from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact, memo
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, PeerId
-from lightning_hivemind.engine.native.protocol.plan import Plan
+from lightning_hivemind.engine.native.protocol.plan import MOST_VERSIONS, Plan
 from lightning_hivemind.engine.native.wire.checksum import checksum
+from lightning_hivemind.engine.native.wire.frames import Kind
 from lightning_hivemind.errors import WireError
 
 
@@ -58,11 +59,12 @@ class Exchange:
         self._plan: Plan | None = None
         self._lock = threading.Lock()
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
-        #: of what may come before the plan, or a newer one, that it belongs to: there is one encoded gradient in all,
-        #: shared out among the owners
-        self._size_bytes = self._early_bytes = encoded_bytes(layout, codecs)
-        #: results of versions that are not known here yet, and who sent them
-        self._ahead: dict[int, tuple[int, PeerId, memoryview]] = {}
+        #: of inputs, and of results, that may come before the version of the plan that they belong to: there is one
+        #: encoded gradient in all, shared out among the owners
+        self._size_bytes = encoded_bytes(layout, codecs)
+        self._early_bytes = dict.fromkeys((Kind.INPUT, Kind.RESULT), self._size_bytes)
+        #: such results, with their version, and who sent them
+        self._early_results: dict[int, tuple[int, PeerId, memoryview]] = {}
         self._reduced: dict[int, tuple[memoryview, int]] = {}
         #: places in ``result`` that connections were given, and are not known to have done with; chunks of it that
         #: one was given, or that are there
@@ -82,24 +84,31 @@ class Exchange:
         A newer version gets memory of its own: what still arrives for the older one, or is still being sent of it, does
         not get in its way.
         """
-        if self._plan is None:
-            self._plan = plan
-            return
-        result = self._memory.floats(self._layout.elements)
-        for chunk, since in enumerate(plan.since):
-            if since < plan.version:
-                result[self._layout.span(chunk)] = self.result[self._layout.span(chunk)]
+        result, known = self.result, [chunk for chunk, since in enumerate(plan.since) if since < plan.version]
+        if self._plan is not None:
+            result = self._memory.floats(self._layout.elements)
+            for span in map(self._layout.span, known):
+                result[span] = self.result[span]
+        early = self._early_results
         with self._lock:  # at once: what a connection reads for the plan before never lands here
             self._plan, self.result, self._lent = plan, result, 0
-            self._written = {chunk for chunk, since in enumerate(plan.since) if since < plan.version}
-            self._early_bytes, ahead, self._ahead = self._size_bytes, self._ahead, {}
-        for chunk, (version, peer, data) in ahead.items():
+            self._written = {
+                *known,
+                *(chunk for chunk, (version, peer, _) in early.items() if plan.wants(chunk, version, peer)),
+            }
+            self._early_bytes, self._early_results = dict.fromkeys(self._early_bytes, self._size_bytes), {}
+        for chunk, (version, peer, data) in early.items():
             self.take(chunk, version, peer, data)
 
     @property
     def gives(self) -> bool:
         """Whether this peer offered a contribution."""
         return self._given is not None
+
+    @property
+    def counts(self) -> bool:
+        """Whether its contribution is in the plan."""
+        return self._plan is not None and self._me in self._plan.contributors
 
     @property
     def begun(self) -> bool:
@@ -137,16 +146,19 @@ class Exchange:
             return None  # sent again though it was here
         if plan is not None and peer not in plan.contributors:
             return None
-        if plan is None or plan.owners[chunk] != self._me:  # a newer plan may be on its way, to the sender it has come
-            return self._early(length)
+        if plan is None or plan.owners[chunk] != self._me:  # its sender may know a newer one, by which it is
+            return self._early(Kind.INPUT, length)
         return memory_of(self._memory.bytes(length))
 
-    def _early(self, length: int) -> memoryview | None:
-        """Memory for what may be wanted once the plan is here. (If it is, and there was none, it is asked for.)"""
+    def _early(self, kind: Kind, length: int) -> memoryview | None:
+        """Memory for what may belong to a plan that is not here yet; None: there is no more for such, for now.
+
+        What was not taken is asked for again, if it is wanted then.
+        """
         with self._lock:
-            if length > self._early_bytes:
+            if length > self._early_bytes[kind]:
                 return None
-            self._early_bytes -= length
+            self._early_bytes[kind] -= length
         return memory_of(self._memory.bytes(length))
 
     def keep(self, chunk: int, peer: PeerId, data: memoryview) -> None:
@@ -203,37 +215,34 @@ class Exchange:
             WireError: there can be no such result.
         """
         check_length(self._layout, self._codecs, chunk, length)
-        plan = self._plan
-        if plan is not None and version > plan.version and not self._ended:
-            return self._early(length)
         with self._lock:
             plan = self._plan
-            if self._ended or (plan is not None and not plan.wants(chunk, version, peer)):
+            if self._ended or version > MOST_VERSIONS:
                 return None
-            if self._taken.get(chunk) == version:
-                return None  # sent again though it was here, and its digest has been counted
-            in_place = isinstance(self._codecs[chunk], Exact) and plan is not None
-            if in_place and chunk not in self._written:  # else what comes, damaged perhaps, would be written over it
-                self._written.add(chunk)
-                self._lent += 1
-                return memory_of(self.result[self._layout.span(chunk)])
-        return memory_of(self._memory.bytes(length))
+            if plan is not None and version <= plan.version:
+                if not plan.wants(chunk, version, peer) or self._taken.get(chunk) == version:
+                    return None  # (it was sent again though it was here, and its digest has been counted)
+                if isinstance(self._codecs[chunk], Exact) and chunk not in self._written:
+                    self._written.add(chunk)  # what comes again, damaged perhaps, would be written over it
+                    self._lent += 1
+                    return memory_of(self.result[self._layout.span(chunk)])
+                return memory_of(self._memory.bytes(length))
+        return self._early(Kind.RESULT, length)
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
-        if self._plan is not None and version > self._plan.version:
-            self._ahead[chunk] = version, peer, data
+        if self._plan is None or version > self._plan.version:
+            self._early_results[chunk] = version, peer, data
             return
         place = self.result[self._layout.span(chunk)]
-        wanted = self._plan is None or self._plan.wants(chunk, version, peer)
+        wanted = self._plan.wants(chunk, version, peer)
         with self._lock:
             self._lent -= _is_at(data, place)
             if wanted:
                 self._written.add(chunk)
         if wanted:
             self._codecs[chunk].decode(data, place)
-            if self._plan is not None:  # else it is not known yet whose it has to be
-                self._taken[chunk] = version
+            self._taken[chunk] = version
 
     def end(self, *, sending: bool) -> Tensor:
         """The result, for its new owner to change: nobody reads or writes it any more.

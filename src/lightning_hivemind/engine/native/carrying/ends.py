@@ -90,6 +90,6 @@ class Ends:
             hands_over = bool(carriers)
             changed |= self._training.hands_over != hands_over
             self._training.hands_over = hands_over
-            self._peer.sends_slowly(hands_over)
+            self._peer.sends_slowly(hands_over and not self._training.samples)
             self._sender.look(carriers, now)
         return changed

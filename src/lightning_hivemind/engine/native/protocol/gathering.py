@@ -1,11 +1,12 @@
 """The coordinator's first half: call peers to a round, and close the group as soon as all of them are there.
 
-Who gives nothing to rounds, since its line is slow, is not waited for: it is in the plan before it has answered.
+Who gives nothing to rounds, since its line is slow, is not waited for: it is in the plan before it has answered, as if
+with what it answered last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Send
 from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Head, PeerId
@@ -26,12 +27,13 @@ class Gathering:
         cuts: int,
         *,
         gives_nothing: Callable[[PeerId], bool],
-        stands: Callable[[PeerId, Head], bool],
+        expected: Callable[[PeerId], Offer | None],
         emit: Callable[[Action], None],
         now: float,
     ) -> None:
         self._settings, self._me, self._cuts, self._emit = settings, me, cuts, emit
-        self._gives_nothing, self._stands = gives_nothing, stands
+        #: whether a peer gives nothing, and what it will probably offer
+        self._gives_nothing, self._expected = gives_nothing, expected
         self.round, self.head = round_id, head
         #: who was called and has not answered yet
         self.awaited: set[PeerId] = set()
@@ -70,17 +72,12 @@ class Gathering:
 
     def over(self, now: float) -> bool:
         """Nobody is awaited any more, or not any longer; and who gives nothing only if it is needed all the same."""
-        complete = not self.awaited if self._few or self._last else all(map(self._gives_nothing, self.awaited))
+        complete = not self.awaited if self._few or _ends(self.joined) else all(map(self._gives_nothing, self.awaited))
         return complete or now >= self._started + self._settings.matchmaking_s
 
     @property
     def deadline(self) -> float:
         return min(self._resend_at, self._started + self._settings.matchmaking_s)
-
-    @property
-    def _last(self) -> bool:
-        """Whether somebody's run ends with this step."""
-        return any(offer.stop or offer.last for offer in self.joined.values())
 
     @property
     def _few(self) -> bool:
@@ -91,7 +88,8 @@ class Gathering:
     def brought(self) -> dict[PeerId, int]:
         """Samples, of each that was called."""
         of = {peer: offer.contribution for peer, offer in self.joined.items()}
-        return {**dict.fromkeys(self.awaited, 0), **{peer: one.samples if one else 0 for peer, one in of.items()}}
+        nothing = dict.fromkeys(self.awaited | self._declined, 0)
+        return {**nothing, **{peer: one.samples if one is not None else 0 for peer, one in of.items()}}
 
     @property
     def samples(self) -> int:
@@ -102,32 +100,35 @@ class Gathering:
         contributions = [one.contribution for one in self.joined.values() if one.contribution is not None]
         if self._few or self.samples < self._settings.target_samples:
             return None
-        reducers = reducers_of(self.joined)
-        trailing, expected = self._trailing()
-        slow = slow_lines({peer: offer.bandwidth for peer, offer in self.joined.items()}, reducers)
+        offers = self.joined | self._late()
+        reducers = reducers_of(offers)
         return make_plan(
             self.round,
             self.head,
             self._me,
-            members=[*self.joined, *expected],
+            members=list(offers),
             contributions=[one for one in contributions if one.samples],
             bandwidths=reducers,
             chunks=self._settings.chunks,
-            trailing=[*trailing, *expected],
-            slow=[*slow, *expected],
-            stop=any(offer.stop for offer in self.joined.values()),
-            last=self._last,
+            trailing=self._trailing(offers),
+            slow=slow_lines({peer: offer.bandwidth for peer, offer in offers.items()}, reducers),
+            stop=any(offer.stop for offer in offers.values()),
+            last=_ends(offers),
         )
 
-    def _trailing(self) -> tuple[list[PeerId], list[PeerId]]:
-        """Who is not waited for at the end, and of those who have not answered yet: not more than others are."""
-        if self._last:
-            return [], []
-        trailing = [peer for peer, offer in self.joined.items() if offer.trails]
-        expected = sorted(peer for peer in self.awaited if self._gives_nothing(peer) and self._stands(peer, self.head))
-        if 2 * len(trailing) > len(self.joined):
-            return [], []
-        return trailing, expected[: len(self.joined) - 2 * len(trailing)]
+    def _late(self) -> dict[PeerId, Offer]:
+        """What those will offer who are in the round before they have answered: none more than may trail in it."""
+        if _ends(self.joined):
+            return {}
+        found = {peer: self._expected(peer) for peer in sorted(self.awaited) if self._gives_nothing(peer)}
+        trailing = sum(offer.trails for offer in self.joined.values())
+        known = [(peer, offer) for peer, offer in found.items() if offer is not None]
+        return dict(known[: max(0, len(self.joined) - 2 * trailing)])
+
+    def _trailing(self, offers: Mapping[PeerId, Offer]) -> list[PeerId]:
+        """Who is not waited for at the end: not more than others are."""
+        trailing = [peer for peer, offer in offers.items() if offer.trails]
+        return trailing if 2 * len(trailing) <= len(offers) and not _ends(offers) else []
 
     def dismiss(self, reason: str, better: PeerId | None = None) -> None:
         """Send home who has come, and who may still come."""
@@ -136,3 +137,8 @@ class Gathering:
 
     def _call(self, peer: PeerId) -> None:
         self._emit(Send(to=peer, message=Call(round=self.round, head=self.head, cuts=self._cuts)))
+
+
+def _ends(offers: Mapping[PeerId, Offer]) -> bool:
+    """Whether somebody's run ends with this step."""
+    return any(offer.stop or offer.last for offer in offers.values())

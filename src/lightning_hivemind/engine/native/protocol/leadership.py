@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Note, Send
 from lightning_hivemind.engine.native.protocol.coordinator import Coordinator
 from lightning_hivemind.engine.native.protocol.gathering import Gathering
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.protocol.messages import Decline, Done, Ended, Join, Message, RoundId
+from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.protocol.roster import Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.standing import Standing
+
+#: of a peer of which it is not known, but that it gives nothing
+NOTHING = Offer(contribution=None, reduces=False, bandwidth=0.0, trails=True)
 
 
 class Leadership:
@@ -31,6 +36,8 @@ class Leadership:
         self._roster, self._standing = roster, standing
         self._gathering: Gathering | None = None
         self._coordinator: Coordinator | None = None
+        #: what each peer offered last, as one that gives nothing offers it again; None: it declined
+        self._answers: dict[PeerId, Offer | None] = {}
         self._called = 0
         self._failures = 0
         #: calls no round before: it has failed, or others are ahead; and because it stood still
@@ -67,6 +74,7 @@ class Leadership:
                 part.tick(now)
 
     def lost(self, peer: PeerId) -> None:
+        self._answers.pop(peer, None)
         if self._gathering is not None:
             self._gathering.drop(peer)
         if self._coordinator is not None:
@@ -89,6 +97,7 @@ class Leadership:
 
     def on_join(self, sender: PeerId, message: Join) -> None:
         gathering, leading = self.gathering(message.round), self.coordinator(message.round)
+        self._answers[sender] = replace(message.offer, contribution=None, reduces=False, trails=True, last=False)
         if gathering is not None:
             gathering.join(sender, message.offer)
         elif leading is not None:
@@ -98,6 +107,7 @@ class Leadership:
 
     def on_decline(self, sender: PeerId, message: Decline, now: float) -> None:
         gathering, leading = self.gathering(message.round), self.coordinator(message.round)
+        self._answers[sender] = None
         if gathering is None and (leading is None or leading.ended or sender not in leading.plan.members):
             return
         to, reason = self._better(sender, message)
@@ -161,7 +171,7 @@ class Leadership:
                 head,
                 roster.cuts,
                 gives_nothing=roster.gives_nothing,
-                stands=roster.stands,
+                expected=lambda peer: self._answers.get(peer, NOTHING) if roster.stands(peer, head) else None,
                 emit=self._emit,
                 now=now,
             )
@@ -183,7 +193,8 @@ class Leadership:
         if plan is None:
             reason = f"{len(gathering.joined)} peers with {gathering.samples} samples came: too few for a round"
             self.dismiss(reason, now)
-            self._roster.came(gathering.brought)
+            if gathering.samples < self._settings.target_samples:
+                self._roster.came(gathering.brought)
             return
         for peer in sorted(gathering.awaited.difference(plan.members)):
             self._send(peer, Ended(round=gathering.round, reason="came too late", aborted=False))

@@ -27,7 +27,7 @@ class Member:
         #: version and digest of each result
         self._results: dict[int, tuple[int, bytes]] = {}
         #: the same, and the owner, of versions that are not known here yet
-        self._ahead: dict[int, tuple[int, bytes, PeerId]] = {}
+        self._early_results: dict[int, tuple[int, bytes, PeerId]] = {}
         #: when bytes of a peer arrived last, and when an owner said last that its inputs are arriving
         self._heard: dict[PeerId, float] = {}
         self._collecting: dict[PeerId, float] = {}
@@ -45,8 +45,8 @@ class Member:
             return
         before = {chunk for chunk, owner in enumerate(self.plan.owners) if owner == plan.owners[chunk]}
         self.plan = plan
-        ahead, self._ahead = self._ahead, {}
-        for chunk, result in ahead.items():
+        early, self._early_results = self._early_results, {}
+        for chunk, result in early.items():
             self.take(chunk, *result)
         self._accused = {peer: one for peer, one in self._accused.items() if one[0] and peer in plan.contributors}
         self._begin(before, now)
@@ -96,7 +96,7 @@ class Member:
     def take(self, chunk: int, version: int, digest: bytes, owner: PeerId) -> bool:
         """A result counts if the plan's owner reduced it in a version that counts, and if it is newer than the last."""
         if self.plan.version < version <= MOST_VERSIONS and 0 <= chunk < len(self.plan.owners):
-            self._ahead[chunk] = version, digest, owner
+            self._early_results[chunk] = version, digest, owner
             return False
         counts = self.plan.wants(chunk, version, owner) and version > self._results.get(chunk, (-1, b""))[0]
         if counts:

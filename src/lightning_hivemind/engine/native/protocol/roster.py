@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Head, PeerId, rank
@@ -185,16 +185,19 @@ class Roster:
         if peer in self._seen:
             self._seen[peer].cuts = cuts
 
-    def moved(self, peers: set[PeerId], parent: Head, head: Head, now: float) -> None:
+    def moved(
+        self, peers: set[PeerId], parent: Head, head: Head, now: float, *, silent: Collection[PeerId] = ()
+    ) -> None:
         """A commit leads from ``parent`` to ``head``, and these were in its round: they stood at ``parent``.
 
-        (Their last records may say where they stood seconds ago.) Whose turn it is begins anew.
+        (Their last records may say where they stood seconds ago.) ``silent``: of whom perhaps nobody has heard in it.
+        Whose turn it is begins anew.
         """
         self._steps_here += 1
         for peer in peers & set(self._seen):
             if self._seen[peer].head.epoch <= parent.epoch:
                 self._seen[peer].head, self._seen[peer].samples = head, 0
-        for peer in peers:
+        for peer in peers.difference(silent):
             away = self._gone.get(peer) or self._cut.get(peer)
             if away is not None:
                 away.steps += 1

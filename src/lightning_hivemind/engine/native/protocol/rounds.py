@@ -314,13 +314,15 @@ class Rounds:
         self._joined, self._member, self._inquiry = None, None, None
         self.leadership.committed(now)
         self._standing.advance(commit)
-        members = set(member.plan.members) if member is not None else set()
-        members |= {one.peer for one in commit.contributions}
+        gave = {one.peer for one in commit.contributions}
+        members, silent = gave, set[PeerId]()
+        if member is not None:
+            members, silent = gave.union(member.plan.members), set(member.plan.trailing) - gave
         for peer in self._roster.living() if led else ():
             if peer not in members and self._roster.stands(peer, commit.parent):
                 # else it hears of this step when it is called for the next one, too late to be in that
                 self._send(peer, Committed(commit=commit))
-        self._roster.moved(members, commit.parent, commit.head, now)
+        self._roster.moved(members, commit.parent, commit.head, now, silent=silent)
         if mine is not None:
             self._roster.samples = max(0, self._roster.samples - mine.samples)
         self._remember(commit.round, promised=False)

@@ -305,7 +305,7 @@ class Links:
         """At what goes out, for :attr:`upload_rate`: often, as long as there is something. From the same thread."""
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            self._speed.of(self._connections)
+            self._speed.look(self._connections)
 
     @property
     def _connections(self) -> list[socket.socket]:

@@ -217,9 +217,11 @@ class Reach:
             except ConnectionRefusedError:
                 return True
             except ConnectionResetError:
-                continue
+                pass
             except OSError:
                 return False
+            if self._closed.wait(RETRY_S / PROBES):
+                break
         return False
 
     # ------------------------------------------------------------------ while libp2p carries the connection

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 #: bytes per second from which on lines are taken for equally fast; also of those of which nothing is known
 FAST = 50e6
 #: less says nothing: the kernel's buffers take it at once; but for what has taken so long all the same
-LEAST_BYTES, LEAST_S = 1 << 20, 1.0
+LEAST_BYTES, LEAST_S, LEAST_IN_IT = 1 << 20, 1.0, 1 << 16
 #: messages between two looks have less
-MUCH_BYTES = 1 << 16
+MUCH_BYTES = 1 << 14
 #: weight of the newest measurement
 SMOOTHING = 0.5
 #: of struct tcp_info (linux/tcp.h): bytes confirmed; microseconds with something to send; those of them in which the
@@ -47,15 +47,13 @@ class Speed:
         self._rates: WeakKeyDictionary[socket.socket, float] = WeakKeyDictionary()
 
     def of(self, connections: Iterable[socket.socket]) -> float:
-        """Bytes per second, at most :data:`FAST`, of a line with these connections to send on.
+        """Bytes per second, at most :data:`FAST`, of a line with these connections to send on."""
+        return min(sum(self._rates.get(sock, 0.0) for sock in connections), FAST) or FAST
 
-        To be called several times a second.
-        """
-        known = 0.0
+    def look(self, connections: Iterable[socket.socket]) -> None:
+        """What was sent since the last time; to be called several times a second."""
         for sock in connections:
             self._look(sock)
-            known += self._rates.get(sock, 0.0)
-        return min(known, FAST) or FAST
 
     def _look(self, sock: socket.socket) -> None:
         now = sent(sock)
@@ -66,7 +64,7 @@ class Speed:
             return
         much = self._much.get(sock, Sent(0, 0.0))
         count, busy_s = much.arrived + now.arrived - before.arrived, much.busy_s + now.busy_s - before.busy_s
-        if count >= LEAST_BYTES or (count >= MUCH_BYTES and busy_s >= LEAST_S):
+        if count >= LEAST_BYTES or (count >= LEAST_IN_IT and busy_s >= LEAST_S):
             rate = count / max(busy_s, 1e-3)
             known = self._rates.get(sock, rate)
             self._rates[sock] = known + SMOOTHING * (rate - known)
