@@ -45,8 +45,8 @@ class Plan:
     Attributes:
         round: id of the round; parent: the head that its commit will extend.
         version: counts changes. A result counts if it was reduced in version ``since[chunk]`` or later.
-        members: everybody who gets the results, sorted; trailing: those of them who may have them after the commit;
-            slow: those for whose gradients all others would have to wait, or do.
+        members: everybody who gets the results, sorted; trailing: those of them who may have them after the commit, and
+            perhaps have not joined yet; slow: those for whose gradients all others would have to wait, or do.
         contributions: what is summed, in this order; of members.
         reducers: those who can be given chunks, with their share of them.
         owners: for each chunk, who reduces it.

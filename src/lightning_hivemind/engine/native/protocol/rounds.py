@@ -315,9 +315,8 @@ class Rounds:
         self.leadership.committed(now)
         self._standing.advance(commit)
         gave = {one.peer for one in commit.contributions}
-        members, silent = gave, set[PeerId]()
-        if member is not None:
-            members, silent = gave.union(member.plan.members), set(member.plan.trailing) - gave
+        members = gave.union(member.plan.members if member is not None else ())
+        silent = set(member.plan.trailing if member is not None else ()) - gave
         for peer in self._roster.living() if led else ():
             if peer not in members and self._roster.stands(peer, commit.parent):
                 # else it hears of this step when it is called for the next one, too late to be in that
