@@ -113,6 +113,8 @@ class SimulatedPeer:
         self.pool: set[str] = set()
         self.offered: dict[int, Given] = {}
         self.boxes: dict[RoundId, Inbox] = {}
+        #: results of rounds that this peer has not joined, or is not in any more
+        self._before_joining: deque[tuple[str, RoundId, int, int, bytes]] = deque(maxlen=self.settings.chunks)
         self.notes: list[Note] = []
         #: samples that were dropped because it cannot be known whether a commit has them
         self._unknown: set[str] = set()
@@ -194,6 +196,9 @@ class SimulatedPeer:
         self.carry_out()
 
     def take_result(self, owner: str, round_id: RoundId, chunk: int, version: int, value: bytes) -> None:
+        if round_id not in self._mine and round_id not in self.boxes:
+            self._before_joining.append((owner, round_id, chunk, version, value))
+            return
         self._box(round_id).take(chunk, version, owner, value)
         self.core.result_arrived(round_id, chunk, version, value, owner, self.world.now)
         self.carry_out()
@@ -283,6 +288,8 @@ class SimulatedPeer:
         self._mine[round_id] = contribution
         offer = Offer(contribution=contribution, reduces=self.habits.reduces, bandwidth=self.habits.bandwidth)
         self.core.join(round_id, offer, self.world.now)
+        for result in [one for one in self._before_joining if one[1] == round_id]:
+            self.take_result(*result)
 
     def _reduce(self, action: Reduce) -> None:
         box = self._box(action.round)

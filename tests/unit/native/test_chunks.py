@@ -62,6 +62,14 @@ def test_it_takes_no_more_memory_than_one_gradient(chunks: Chunks) -> None:
     assert come(chunks, result(OTHER)), "the next round has as much"
 
 
+def test_what_is_of_no_use_makes_room_once_that_is_known(chunks: Chunks) -> None:
+    assert [come(chunks, result(OTHER, number)) for number in (0, 1)] == [True, True]
+    assert not come(chunks, result(ROUND))
+    chunks.drop(OTHER)
+    assert come(chunks, result(ROUND))
+    assert len(chunks.open(ROUND, None)) == 1
+
+
 def test_of_a_round_that_is_over_nothing_is_kept(chunks: Chunks) -> None:
     chunks.open(ROUND, None)
     chunks.drop(ROUND)

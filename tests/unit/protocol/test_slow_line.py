@@ -25,18 +25,23 @@ class Slow(Table):
     def __init__(self, *slow: str, settings: Settings = SETTINGS) -> None:
         super().__init__(["a", "b", "c"], settings)
         self.said: list[Message | Data] = []
-        for name in slow:
+        self._slow: set[str] = set()
+        self.hold = self._is_slow
+        self.slow(*slow)
+
+    def slow(self, *names: str) -> None:
+        """From now on."""
+        for name in names:
             self.peers[name].sends_slowly(True)
             for other, peer in self.peers.items():
                 if other != name:
                     peer.saw(name, Place(head=self.head, samples=0, stamp=1.0, cuts=SENDS_SLOWLY), self.now)
         self.flow()
+        self._slow.update(names)
 
-        def hold(sender: str, to: str, what: Message | Data) -> bool:
-            self.said.append(what)
-            return sender in slow and to != sender
-
-        self.hold = hold
+    def _is_slow(self, sender: str, to: str, what: Message | Data) -> bool:
+        self.said.append(what)
+        return sender in self._slow and to != sender
 
     @property
     def head(self) -> Head:
@@ -110,6 +115,22 @@ def test_its_wish_to_stop_is_known_from_its_last_answer(monkeypatch: pytest.Monk
     assert not stops[0]
     assert any(stops[1:])
     assert table.applied[FIRST] == table.applied[THIRD]
+
+
+def test_what_it_offered_while_its_line_was_quick_says_nothing_about_its_line() -> None:
+    """Else every leader that has such an answer would say that its line is quick again."""
+    table = Slow()
+    for _ in range(4):
+        table.train(a=8, b=8, c=8)
+        table.flow()
+    said = len(table.said)
+    table.slow(THIRD)
+    for _ in range(4):
+        table.train(**{FIRST: 8, SECOND: 8})
+        table.flow()
+    plans = {one.plan for one in table.said[said:] if isinstance(one, Begin)}
+    assert len(plans) == 4
+    assert {plan.slow for plan in plans} == {(THIRD,)}
 
 
 def test_who_cannot_reach_it_reduces_nothing() -> None:

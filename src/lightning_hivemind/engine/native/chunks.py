@@ -50,7 +50,7 @@ class Chunks:
             self._early_bytes = self._size_bytes
         early, self._early = self._early, []
         while len(self._exchanges) >= MOST_EXCHANGES:
-            self._exchanges.pop(next(iter(self._exchanges)))
+            self._end(next(iter(self._exchanges)))
         self._exchanges[round_id] = Exchange(self._layout, self._codecs, self._me, values, self._memory)
         return [frame for frame in early if frame[1].round == round_id]
 
@@ -89,6 +89,11 @@ class Chunks:
 
     def _end(self, round_id: bytes) -> Exchange | None:
         self._over = (*self._over, round_id)[-REMEMBERED:]
+        useless = [frame for frame in self._early if frame[1].round == round_id]
+        if useless:
+            self._early = [frame for frame in self._early if frame[1].round != round_id]
+            with self._lock:
+                self._early_bytes += sum(header.length for _, header, _ in useless)
         return self._exchanges.pop(round_id, None)
 
     def drop_all(self) -> None:

@@ -355,6 +355,7 @@ class Driver:
                 if round_id == self._given or (self._called is not None and self._called[0] == round_id):
                     self._leave()
                     self._training.returned(reason, begun=exchange is not None and exchange.begun)
+                    self._count(self._now())
             case CatchUp(head=head, commits=commits):
                 self._follow(head, commits, self._now())
             case Note(what=what, peer=peer):

@@ -72,7 +72,8 @@ class Gathering:
 
     def over(self, now: float) -> bool:
         """Nobody is awaited any more, or not any longer; and who gives nothing only if it is needed all the same."""
-        complete = not self.awaited if self._few or _ends(self.joined) else all(map(self._gives_nothing, self.awaited))
+        all_needed = self._few or _ends(self.joined | self._late())
+        complete = not self.awaited if all_needed else all(map(self._gives_nothing, self.awaited))
         return complete or now >= self._started + self._settings.matchmaking_s
 
     @property

@@ -36,7 +36,7 @@ class Leadership:
         self._roster, self._standing = roster, standing
         self._gathering: Gathering | None = None
         self._coordinator: Coordinator | None = None
-        #: what each peer offered last, as one that gives nothing offers it again; None: it declined
+        #: what each peer that gives nothing has offered last since it does not, and will again; None: it declined
         self._answers: dict[PeerId, Offer | None] = {}
         self._called = 0
         self._failures = 0
@@ -143,6 +143,8 @@ class Leadership:
 
     def settle(self, now: float, *, engaged: bool) -> None:
         """Close a group that is complete; call a round that is due, unless this peer is ``engaged`` in another one."""
+        if self._answers:
+            self._answers = {peer: one for peer, one in self._answers.items() if self._roster.gives_nothing(peer)}
         if self._gathering is not None:
             self._close(self._gathering, now)
         if now >= self._hold_until:
