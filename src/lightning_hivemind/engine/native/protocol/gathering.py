@@ -72,9 +72,10 @@ class Gathering:
 
     def over(self, now: float) -> bool:
         """Nobody is awaited any more, or not any longer; and who gives nothing only if it is needed all the same."""
-        all_needed = self._few or _ends(self.joined | self._late())
-        complete = not self.awaited if all_needed else all(map(self._gives_nothing, self.awaited))
-        return complete or now >= self._started + self._settings.matchmaking_s
+        if not self.awaited or now >= self._started + self._settings.matchmaking_s:
+            return True
+        # after every answer: most of the time the first one that is awaited says enough
+        return all(map(self._gives_nothing, self.awaited)) and not self._few and not _ends(self.joined | self._late())
 
     @property
     def deadline(self) -> float:
