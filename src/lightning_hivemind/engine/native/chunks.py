@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs import ChunkCodec
-from lightning_hivemind.engine.native.codecs.base import memory_of
+from lightning_hivemind.engine.native.early import EarlyRoom
 from lightning_hivemind.engine.native.exchange import Exchange, check_length, encoded_bytes
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
@@ -41,13 +40,11 @@ class Chunks:
         self._over: tuple[bytes, ...] = ()
         #: results of a round that this peer has not joined yet, though it is in the plan, and the room for more
         self._early: list[Frame] = []
-        self._lock, self._size_bytes = threading.Lock(), encoded_bytes(layout, codecs)
-        self._early_bytes = self._size_bytes
+        self._early_room = EarlyRoom(memory, encoded_bytes(layout, codecs))
 
     def open(self, round_id: bytes, values: Tensor | None) -> list[Frame]:
         """This peer joins a round with ``values``: see :class:`.Exchange`. Returns what has come of it so far."""
-        with self._lock:
-            self._early_bytes = self._size_bytes
+        self._early_room.renew()
         early, self._early = self._early, []
         while len(self._exchanges) >= MOST_EXCHANGES:
             self._end(next(iter(self._exchanges)))
@@ -92,8 +89,7 @@ class Chunks:
         useless = [frame for frame in self._early if frame[1].round == round_id]
         if useless:
             self._early = [frame for frame in self._early if frame[1].round != round_id]
-            with self._lock:
-                self._early_bytes += sum(header.length for _, header, _ in useless)
+            self._early_room.give_back(sum(header.length for _, header, _ in useless))
         return self._exchanges.pop(round_id, None)
 
     def drop_all(self) -> None:
@@ -108,20 +104,14 @@ class Chunks:
         It is asked for again, if it is wanted. Raises WireError: there can be no such chunk.
         """
         exchange = self._exchanges.get(header.round)
+        if exchange is None and header.kind is Kind.RESULT:  # of a round that this peer may be about to join
+            check_length(self._layout, self._codecs, header.chunk, header.length)
+            return None if header.round in self._over else self._early_room.take(header.length)
         if exchange is None:
-            return self._room_before(header) if header.kind is Kind.RESULT else None
+            return None
         if header.kind is Kind.INPUT:
             return exchange.room_for_input(header.chunk, peer, header.length)
         return exchange.room_for_result(header.chunk, header.version, peer, header.length)
-
-    def _room_before(self, header: Header) -> memoryview | None:
-        """The same for a result of a round that this peer may be about to join."""
-        check_length(self._layout, self._codecs, header.chunk, header.length)
-        with self._lock:
-            if header.round in self._over or header.length > self._early_bytes:
-                return None
-            self._early_bytes -= header.length
-        return memory_of(self._memory.bytes(header.length))
 
     def take(self, peer: PeerId, header: Header, payload: memoryview) -> bool:
         """A chunk is in the place of :meth:`room`. False if its round is over meanwhile, or is not joined yet."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact, memory_of, view_of
+from lightning_hivemind.engine.native.early import EarlyRoom
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, PeerId
 from lightning_hivemind.engine.native.protocol.plan import MOST_VERSIONS, Plan
 from lightning_hivemind.engine.native.wire.checksum import checksum
-from lightning_hivemind.engine.native.wire.frames import Kind
 from lightning_hivemind.errors import WireError
 
 
@@ -59,10 +59,10 @@ class Exchange:
         self._plan: Plan | None = None
         self._lock = threading.Lock()
         self._inputs: dict[tuple[int, PeerId], memoryview] = {}
-        #: of inputs, and of results, that may come before the version of the plan that they belong to: there is one
-        #: encoded gradient in all, shared out among the owners
-        self._size_bytes = encoded_bytes(layout, codecs)
-        self._early_bytes = dict.fromkeys((Kind.INPUT, Kind.RESULT), self._size_bytes)
+        #: for what may come before the version of the plan that it belongs to: there is one encoded gradient of
+        #: inputs, and one of results, in all, shared out among the owners
+        size_bytes = encoded_bytes(layout, codecs)
+        self._early_inputs, self._early_outputs = (EarlyRoom(self._memory, size_bytes) for _ in range(2))
         #: such results, with their version, and who sent them
         self._early_results: dict[int, tuple[int, PeerId, memoryview]] = {}
         self._reduced: dict[int, tuple[memoryview, int]] = {}
@@ -96,7 +96,9 @@ class Exchange:
                 *known,
                 *(chunk for chunk, (version, peer, _) in early.items() if plan.wants(chunk, version, peer)),
             }
-            self._early_bytes, self._early_results = dict.fromkeys(self._early_bytes, self._size_bytes), {}
+            self._early_results = {}
+            self._early_inputs.renew()
+            self._early_outputs.renew()
         for chunk, (version, peer, data) in early.items():
             self.take(chunk, version, peer, data)
 
@@ -147,18 +149,7 @@ class Exchange:
         if plan is not None and peer not in plan.contributors:
             return None
         if plan is None or plan.owners[chunk] != self._me:  # its sender may know a newer one, by which it is
-            return self._early(Kind.INPUT, length)
-        return memory_of(self._memory.bytes(length))
-
-    def _early(self, kind: Kind, length: int) -> memoryview | None:
-        """Memory for what may belong to a plan that is not here yet; None: there is no more for such, for now.
-
-        What was not taken is asked for again, if it is wanted then.
-        """
-        with self._lock:
-            if length > self._early_bytes[kind]:
-                return None
-            self._early_bytes[kind] -= length
+            return self._early_inputs.take(length)
         return memory_of(self._memory.bytes(length))
 
     def keep(self, chunk: int, peer: PeerId, data: memoryview) -> None:
@@ -227,7 +218,7 @@ class Exchange:
                     self._lent += 1
                     return memory_of(self.result[self._layout.span(chunk)])
                 return memory_of(self._memory.bytes(length))
-        return self._early(Kind.RESULT, length)
+        return self._early_outputs.take(length)
 
     def take(self, chunk: int, version: int, peer: PeerId, data: memoryview) -> None:
         """Use a reduced chunk that is in the memory of :meth:`room_for_result`, unless it has become void."""
