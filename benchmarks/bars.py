@@ -21,6 +21,7 @@ BENCHMARKS = {
     "forecast": 'make bench ARGS="--forecast 2,4,8"',
     "joiner": "python benchmarks/run.py --joiner 1,50",
     "faults": "python benchmarks/faults.py",
+    "unequal": "python benchmarks/unequal.py",
     "forks": "python benchmarks/forks.py",
     "demo": "python benchmarks/demo.py",
     "soak-calm": "python benchmarks/soak.py --every 0",

@@ -65,7 +65,7 @@ class Herd:
         else:
             print(f"the peers' files are in {self.folder}", file=sys.stderr)
 
-    def start(self, batch_s: float = 0.0, dies: str = "") -> Peer:
+    def start(self, batch_s: float = 0.0, dies: str = "", max_staleness: int = 1) -> Peer:
         """One more peer, which joins through those that live; its batches take that much longer.
 
         ``dies``: of ``swarm.phases.MOMENTS``, at which its next round ends it; see :meth:`doom`.
@@ -76,7 +76,8 @@ class Herd:
         command = [sys.executable, str(Path(__file__).with_name("herd_peer.py")), str(self.folder), name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
         with open(self.folder / f"{name}.log", "wb") as log:
-            options = ["--join", known, "--batch-s", str(batch_s), "--dies", dies, *self._options]
+            options = ["--join", known, "--batch-s", str(batch_s), "--dies", dies]
+            options += ["--max-staleness", str(max_staleness), *self._options]
             network = self._networks.pop(0) if self._networks else None
             if network is not None:
                 options += ["--address", network.address]
@@ -143,6 +144,10 @@ class Herd:
     def steps(self, peer: Peer) -> list[dict[str, Any]]:
         """``epoch``, ``time``, ``digest`` and ``loss`` of each global step."""
         return self._lines(peer, "jsonl")
+
+    def digests(self, peer: Peer) -> dict[int, str]:
+        """Of its parameters after each of its steps."""
+        return {one["epoch"]: one["digest"] for one in self.steps(peer)}
 
     def events(self, peer: Peer, name: str) -> list[dict[str, Any]]:
         return [one for one in self._lines(peer, "events.jsonl") if one["event"] == name]

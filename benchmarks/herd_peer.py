@@ -109,6 +109,7 @@ def main(options: argparse.Namespace) -> None:
         initial_peers=options.join,
         host_maddrs=[f"/ip4/{options.address}/tcp/0"],
         matchmaking_time=1.0,
+        max_staleness=options.max_staleness,
         **codec_options(options.codec),
     )
     publish(folder / f"{name}.address", ",".join(map(str, strategy.dht.get_visible_maddrs())))
@@ -141,6 +142,7 @@ if __name__ == "__main__":
     parser.add_argument("--join", default="", help="addresses with commas")
     parser.add_argument("--batch-s", type=float, default=0.0, help="that a batch takes longer than it does")
     parser.add_argument("--target", type=int, default=64, help="samples of a global step")
+    parser.add_argument("--max-staleness", type=int, default=1, help="of its gradients, in steps")
     parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind, or here")
     parser.add_argument("--address", default="127.0.0.1", help="at which it listens")
     parser.add_argument("--dies", default="", help="a moment of a round, by its name in swarm.phases")
