@@ -190,6 +190,9 @@ def _auxiliary(values: Values) -> None:
     for name in ("offload_optimizer", "scheduler_fn"):
         if values[name]:
             raise refusal(name, values[name], "an auxiliary peer (auxiliary=True) makes no optimizer step", fix)
+    if (codec := values["load_state_compression"]) is not None:
+        wrong = "an auxiliary peer (auxiliary=True) has no state that others could take"
+        raise refusal("load_state_compression", codec, wrong, fix)
     if values["max_staleness"] != 1:
         wrong = "an auxiliary peer (auxiliary=True) has no gradients that could be late"
         raise refusal("max_staleness", values["max_staleness"], wrong, fix)
@@ -347,9 +350,17 @@ def _network(values: Values, peers_from: str) -> None:
         if not peers and not values["use_ipfs"]:
             wrong = "a client can only join, and there are no initial peers"
             raise refusal("client_mode", True, wrong, "give initial_peers (or set INITIAL_PEERS)")
-        if values["announce_maddrs"]:
-            wrong = "a client (client_mode=True) accepts no connections, so it has no address to announce"
-            raise refusal("announce_maddrs", list(values["announce_maddrs"]), wrong, "leave it away")
+        for name in ("host_maddrs", "announce_maddrs", "use_auto_relay"):
+            if given := values[name]:
+                wrong = (
+                    "a client (client_mode=True) accepts no connections, so it has no address to listen at or announce"
+                )
+                raise refusal(name, given if given is True else list(given), wrong, "leave it away on this peer")
+        if values["load_state_compression"] is not None:
+            wrong = "a client (client_mode=True) accepts no connections, so nobody takes a state from it"
+            raise refusal(
+                "load_state_compression", values["load_state_compression"], wrong, "leave it away on this peer"
+            )
     if values["use_auto_relay"] and not values["use_relay"]:
         raise refusal("use_auto_relay", True, "needs relays, and use_relay=False forbids them", "set use_relay=True")
     if values["trusted_relays"] and not values["use_auto_relay"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,23 @@ def test_who_sends_slowly_hands_its_gradient_to_another_one(swarm: Swarm) -> Non
         carried = sum(one["samples"] for peer in quick for one in peer.said("GradientCarried"))
         assert carried >= told, "and whoever had it has said so"
         assert not [one for peer in quick for one in peer.said("RoundMissed")]
+
+
+def test_a_line_that_is_too_slow_for_any_gradient_says_so_and_costs_the_others_nothing(swarm: Swarm) -> None:
+    """It takes 10 s to send, a step one, and a gradient may be one step old."""
+    with homes(3, 1000.0, slower={2: 1.0}) as spaces:
+        peers = swarm.start(3, peers=[{"network": space.name} for space in spaces], **RUN)
+        *quick, slow = peers
+
+        def told() -> list[dict[str, Any]]:
+            return [one for one in slow.said("RoundMissed") if "line takes longer to send them" in one["reason"]]
+
+        slow.wait_until(lambda: len(told()) >= 3, timeout_s=120, what="it has said so")
+        assert all("than max_staleness=1 allows" in one["reason"] for one in told())
+        since = quick[0].said("EpochCommitted")[-1]["epoch"]
+        quick[0].wait_epoch(since + 10)
+        assert_not_waited_for(quick[0], 1.0, 10)
+        assert_equal(peers, list(range(since, since + 9)))
 
 
 def test_who_receives_slowly_is_not_waited_for_and_in_step_all_the_same(swarm: Swarm) -> None:

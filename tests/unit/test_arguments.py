@@ -268,12 +268,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"auxiliary": True, "scheduler_fn": ExponentialLR}, "makes no optimizer step; leave it away on this peer"),
     ({"auxiliary": True, "max_staleness": 2}, "max_staleness=2: an auxiliary peer (auxiliary=True) has no gradients"),
     ({"auxiliary": True, "average_state_every": 2}, "has no state to compare; leave it away on this peer"),
+    (
+        {"auxiliary": True, "engine": "hivemind", "load_state_compression": Float16Compression()},
+        "has no state that others could take; leave it away on this peer",
+    ),
     # time
     ({"averaging_timeout": 5.0}, "raise averaging_timeout, to 30 say, or lower matchmaking_time"),
     ({"allreduce_timeout": 31.0}, "lower it, or raise averaging_timeout"),
     # network
     ({"client_mode": True}, "give initial_peers (or set INITIAL_PEERS)"),
     ({"client_mode": True, "initial_peers": PEER, "announce_maddrs": ["/ip4/203.0.113.9/tcp/1"]}, "leave it away"),
+    ({"client_mode": True, "initial_peers": PEER, "host_maddrs": ["/ip4/127.0.0.1/tcp/1"]}, "leave it away on this"),
+    ({"client_mode": True, "initial_peers": PEER, "use_auto_relay": True}, "use_auto_relay=True: a client"),
+    (
+        {
+            "client_mode": True,
+            "initial_peers": PEER,
+            "engine": "hivemind",
+            "load_state_compression": Float16Compression(),
+        },
+        "nobody takes a state from it; leave it away on this peer",
+    ),
     (
         {"averager_opts": {"allow_state_sharing": True}},
         "every peer that trains and can be reached shares its state",

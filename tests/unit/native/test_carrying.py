@@ -26,7 +26,7 @@ from lightning_hivemind.engine.native.carrying.papers import (
     write_offer,
     write_receipt,
 )
-from lightning_hivemind.engine.native.carrying.sender import ANSWER_S, ASK_AGAIN_S, REFUSED_S, Sender
+from lightning_hivemind.engine.native.carrying.sender import ANSWER_S, ASK_AGAIN_S, REFUSED_S, TRY_S, Sender
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
 from lightning_hivemind.engine.native.codecs.floating import BFloat16
 from lightning_hivemind.engine.native.layout import Layout
@@ -81,21 +81,28 @@ class Trainee:
     can_hand_over: bool = True
     oldest: int = 0
     outcomes: list[tuple[str, Outcome]] = field(default_factory=list)
+    #: what was asked of :meth:`hand_over`, and said of the line while it was not free
+    asked: list[float] = field(default_factory=list)
+    free_in: list[tuple[float, float]] = field(default_factory=list)
     carried: list[Parcel] = field(default_factory=list)
 
     def hand_over(self, takes_s: float) -> Parcel | None:
+        self.asked.append(takes_s)
         parcel, self.parcel = self.parcel, None
         return parcel
+
+    def hands_over_in(self, after_s: float, takes_s: float) -> None:
+        self.free_in.append((after_s, takes_s))
 
     def handed_over(self, to: str, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
         self.outcomes.append((to, outcome))
 
     def carry(self, of: str, parcel: Parcel) -> bool:
         self.carried.append(parcel)
-        return not self.too_old(parcel.epoch)
+        return not self.too_old(parcel.until)
 
-    def too_old(self, epoch: int) -> bool:
-        return epoch < self.oldest
+    def too_old(self, until: int) -> bool:
+        return until < self.oldest
 
 
 class Pair:
@@ -131,7 +138,7 @@ class Pair:
         )
 
     def begin(self, values: torch.Tensor = VALUES, epoch: int = 3) -> None:
-        self.here.parcel = Parcel(values, 8, epoch)
+        self.here.parcel = Parcel(values, 8, epoch, epoch)
         self.look()
 
     def look(self, carriers: Sequence[str] = ("c",)) -> None:
@@ -347,9 +354,40 @@ def test_what_became_too_old_on_its_way_is_not_sent_to_its_end() -> None:
     assert not pair.out.waiting
 
 
+def test_while_something_is_sent_it_is_known_when_the_line_will_be_free() -> None:
+    pair = Pair()
+    pair.begin()
+    takes_s = pair.sender.takes_s
+    assert takes_s == 4.0, "40 bytes, at 10 a second"
+    pair.now += 1.0
+    pair.look()
+    pair.now += 9.0
+    pair.look()
+    assert pair.here.free_in == [(3.0, takes_s), (0.0, takes_s)]
+
+
+def test_a_line_that_was_too_slow_for_anything_is_tried_again_after_a_while() -> None:
+    """It may have been slow for a while only, and is measured while much is sent."""
+    pair = Pair()
+    for now in (0.0, 1.0, TRY_S - 1.0):
+        pair.now = now
+        pair.look()
+    assert pair.here.asked == [pair.sender.takes_s] * 3
+    pair.now = TRY_S
+    pair.begin()
+    assert pair.here.asked[-1] == 0.0, "whatever it takes"
+    pair.arrive()
+    pair.answer()
+    pair.arrive()
+    pair.answer()
+    assert pair.here.outcomes == [("c", Outcome.TAKEN)]
+    pair.look()
+    assert pair.here.asked[-1] == pair.sender.takes_s, "and then it is measured"
+
+
 def test_without_anybody_to_carry_it_nothing_is_handed_over() -> None:
     pair = Pair()
-    pair.here.parcel = Parcel(VALUES, 8, 3)
+    pair.here.parcel = Parcel(VALUES, 8, 3, 3)
     pair.look(carriers=())
     assert pair.here.parcel is not None
     assert not pair.out.frames
@@ -371,11 +409,11 @@ def test_no_more_than_a_few_are_taken_at_a_time_and_those_that_stand_still_make_
     monkeypatch.setattr(carrier_module, "PARCELS_BYTES", 40 * MOST_PARCELS)
     pair = Pair()
     for number in range(MOST_PARCELS):
-        pair.carrier.offered(f"s{number}", bytes([number]) * 16, Offered(8, 3, HEADS), now=float(number))
+        pair.carrier.offered(f"s{number}", bytes([number]) * 16, Offered(8, 3, 4, HEADS), now=float(number))
     pair.back.take()
 
     def refused(peer: str, now: float) -> str:
-        pair.carrier.offered(peer, peer.encode() * 8, Offered(8, 3, HEADS), now)
+        pair.carrier.offered(peer, peer.encode() * 8, Offered(8, 3, 4, HEADS), now)
         return read_receipt(pair.back.take()[-1][2], LAYOUT).refused
 
     assert refused("ss", 5.0)
@@ -409,7 +447,7 @@ def test_chunks_that_there_cannot_be_are_refused_and_those_that_nobody_wants_pas
 
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 62), st.lists(st.integers(0, 2), max_size=3), st.text(max_size=200))
 def test_papers_are_read_as_they_were_written(samples: int, epoch: int, missing: list[int], text: str) -> None:
-    offer = Offered(samples, epoch, HEADS[: len(missing) % 3])
+    offer = Offered(samples, epoch, min(epoch + len(text), 1 << 62), HEADS[: len(missing) % 3])
     assert read_offer(write_offer(offer)) == offer
     receipt = Receipt(bytes(TOKEN_BYTES), tuple(missing), text, bool(missing))
     written = write_receipt(receipt)
@@ -446,17 +484,19 @@ def test_a_receipt_that_cannot_be_is_refused(values: object) -> None:
     "values",
     [
         *(
-            [samples, epoch, []]
+            [samples, epoch, epoch, []]
             for samples, epoch in [(0, 1), (1, -1), (True, 1), (1 << 41, 1), (1, 1 << 63), (1.0, 1)]
         ),
-        [1, 1],
-        [1, 1, [HEAD] * 3],
-        [1, 1, [[1 << 63, bytes(16), 1]]],
-        [1, 1, [HEAD[:2]]],
+        [1, 1, 0, []],
+        [1, 1, 1 << 63, []],
+        [1, 1, 1],
+        [1, 1, 1, [HEAD] * 3],
+        [1, 1, 1, [[1 << 63, bytes(16), 1]]],
+        [1, 1, 1, [HEAD[:2]]],
     ],
 )
 def test_an_offer_that_cannot_be_is_refused(values: list[object]) -> None:
-    assert read_offer(msgpack.packb([1, 1, [HEAD]])).heads == (Head(epoch=1, lineage=bytes(16), samples=1),)
+    assert read_offer(msgpack.packb([1, 1, 2, [HEAD]])).heads == (Head(epoch=1, lineage=bytes(16), samples=1),)
     with pytest.raises(WireError):
         read_offer(msgpack.packb(values))
 

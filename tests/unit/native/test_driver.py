@@ -94,7 +94,10 @@ class Trainee:
     carries = can_hand_over = True
 
     def hand_over(self, takes_s: float) -> Parcel | None:
-        return Parcel(self.values, self.samples, 0) if self.hands_over and self.samples else None
+        return Parcel(self.values, self.samples, 0, 1) if self.hands_over and self.samples else None
+
+    def hands_over_in(self, after_s: float, takes_s: float) -> None:
+        pass
 
     def handed_over(self, to: str, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
         self.outcomes.append((to, outcome))
@@ -104,7 +107,7 @@ class Trainee:
         self.carried.append(parcel)
         return True
 
-    def too_old(self, epoch: int) -> bool:
+    def too_old(self, until: int) -> bool:
         return False
 
     def adopted(self, head: Head) -> None:

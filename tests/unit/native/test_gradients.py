@@ -398,7 +398,7 @@ def test_a_gradient_that_another_peer_carries_is_given_with_its_own_by_samples(g
 
 
 def test_what_is_carried_is_given_though_there_is_nothing_else(gradients: Gradients) -> None:
-    assert gradients.carry(Parcel(torch.cat((torch.full((10,), 2.0), torch.tensor([1.0, 0.0]))), 8, 0))
+    assert gradients.carry(Parcel(torch.cat((torch.full((10,), 2.0), torch.tensor([1.0, 0.0]))), 8, 0, 1))
     contribution, values, marks = marked(gradients)
     assert contribution.samples == 8
     assert torch.equal(values, torch.full((10,), 2.0))
@@ -409,7 +409,7 @@ def test_a_parameter_has_a_gradient_if_one_of_the_two_has_one(gradients: Gradien
     first, last = gradients.parameters
     first.grad, last.grad = torch.ones(2, 3), None
     gradients.add(8, 0)
-    gradients.carry(Parcel(torch.cat((torch.zeros(6), torch.ones(4), torch.tensor([0.0, 1.0]))), 8, 0))
+    gradients.carry(Parcel(torch.cat((torch.zeros(6), torch.ones(4), torch.tensor([0.0, 1.0]))), 8, 0, 1))
     _, values, marks = marked(gradients)
     assert marks == [1.0, 1.0]
     assert torch.equal(values, torch.full((10,), 0.5))
@@ -417,7 +417,7 @@ def test_a_parameter_has_a_gradient_if_one_of_the_two_has_one(gradients: Gradien
 
 def test_what_is_carried_comes_back_from_a_failed_round_and_counts_once(gradients: Gradients) -> None:
     add(gradients, 3.0, 10)
-    gradients.carry(Parcel(torch.cat((torch.ones(10), torch.ones(2))), 30, 0))
+    gradients.carry(Parcel(torch.cat((torch.ones(10), torch.ones(2))), 30, 0, 1))
     first, _ = given(gradients)
     gradients.returned()
     add(gradients, 5.0, 10)
@@ -431,21 +431,35 @@ def test_what_is_carried_comes_back_from_a_failed_round_and_counts_once(gradient
 
 def test_each_gradient_that_is_carried_gets_old_by_itself(gradients: Gradients) -> None:
     gradients.committed([], 1)
-    gradients.carry(Parcel(torch.ones(12), 30, 0))
+    gradients.carry(Parcel(torch.ones(12), 30, 0, 1))
     add(gradients, 3.0, 10, epoch=1)
     assert gradients.committed([], 2) == 30
     assert gradients.samples == 10
-    assert not gradients.carry(Parcel(torch.ones(12), 30, 0))
-    assert gradients.too_old(0)
-    assert not gradients.too_old(1)
+    assert not gradients.carry(Parcel(torch.ones(12), 30, 0, 1))
+    assert gradients.too_old(1)
+    assert not gradients.too_old(2)
 
 
 def test_a_round_that_is_under_way_goes_without_what_comes_now(gradients: Gradients) -> None:
     gradients.committed([], 1)
     add(gradients, 3.0, 10, epoch=1)
     given(gradients)
-    assert not gradients.carry(Parcel(torch.ones(12), 30, 0)), "for the step after that it is too old"
-    assert gradients.carry(Parcel(torch.ones(12), 30, 1))
+    assert not gradients.carry(Parcel(torch.ones(12), 30, 0, 1)), "for the step after that it is too old"
+    assert gradients.carry(Parcel(torch.ones(12), 30, 1, 2))
+
+
+def test_how_old_a_gradient_may_be_says_the_peer_that_has_computed_it(gradients: Gradients) -> None:
+    """Not the one that carries it; and what may be very old is dropped in the end, too, if no step takes it."""
+    gradients.committed([], 5)
+    assert not gradients.carry(Parcel(torch.ones(12), 30, 1, 4))
+    assert gradients.carry(Parcel(torch.ones(12), 30, 1, 5))
+    assert gradients.committed([], 6) == 30
+    assert gradients.samples == 0
+    assert gradients.carry(Parcel(torch.ones(12), 30, 1, 1 << 62))
+    gradients.committed([], 8)
+    assert gradients.samples == 30, "as if it were of the next step's parameters"
+    gradients.committed([], 9)
+    assert gradients.samples == 0
 
 
 def test_what_will_be_too_old_when_it_is_there_is_not_handed_over(gradients: Gradients) -> None:
@@ -456,6 +470,19 @@ def test_what_will_be_too_old_when_it_is_there_is_not_handed_over(gradients: Gra
     assert gradients.hand_over(steps=1) == (10, None)
     add(gradients, 1.0, 10, epoch=1)
     assert handed(gradients, steps=1).epoch == 1
+
+
+def test_what_is_too_old_once_the_line_is_free_does_not_drag_down_what_comes_then(gradients: Gradients) -> None:
+    add(gradients, 1.0, 10, epoch=0)
+    assert gradients.make_fresh(1, in_all=1) == 0
+    assert gradients.make_fresh(2, in_all=2) == 0, "nothing could be there in time: rounds may have it yet"
+    assert gradients.make_fresh(1, in_all=2) == 10
+    add(gradients, 1.0, 6, epoch=0)
+    gradients.committed([], 1)
+    add(gradients, 1.0, 4, epoch=1)
+    assert gradients.make_fresh(1, in_all=1) == 10, "a sum is as old as its oldest batch"
+    add(gradients, 1.0, 4, epoch=1)
+    assert handed(gradients, steps=1).samples == 4
 
 
 def test_what_could_not_be_handed_over_is_this_peers_again(gradients: Gradients) -> None:
@@ -479,7 +506,7 @@ def test_what_was_handed_over_is_gone_whatever_commits_say(gradients: Gradients)
 
 def test_who_loses_track_forgets_what_it_carries(gradients: Gradients) -> None:
     add(gradients, 1.0, 10)
-    gradients.carry(Parcel(torch.ones(12), 30, 0))
+    gradients.carry(Parcel(torch.ones(12), 30, 0, 1))
     assert gradients.moved(7) == 40
     assert gradients.give() is None
 
@@ -489,7 +516,7 @@ def test_where_no_gradient_may_be_old_none_is_handed_over() -> None:
     add(strict, 1.0, 10)
     assert not strict.can_be_carried
     assert strict.hand_over(0) == (0, None)
-    assert not strict.carry(Parcel(torch.ones(12), 30, 0))
+    assert not strict.carry(Parcel(torch.ones(12), 30, 0, 1))
 
 
 def test_what_a_round_had_already_is_given_to_rounds_only(gradients: Gradients) -> None:
@@ -520,13 +547,13 @@ def test_what_comes_back_to_who_has_gone_elsewhere_is_lost_and_told(gradients: G
 def test_of_many_gradients_that_are_carried_there_is_one_sum_for_each_epoch(gradients: Gradients) -> None:
     gradients.committed([], 1)
     for number in range(50):
-        assert gradients.carry(Parcel(torch.full((12,), float(number % 2)), 2, number % 2))
+        assert gradients.carry(Parcel(torch.full((12,), float(number % 2)), 2, number % 2, number % 2 + 1))
     assert len(gradients._carried._means) == 2
     contribution, values = given(gradients)
     assert contribution.samples == 100
     assert torch.allclose(values, torch.full((10,), 0.5))
     gradients.returned()
-    assert gradients.carry(Parcel(torch.ones(12), 2, 1)), "what a round has had is not changed"
+    assert gradients.carry(Parcel(torch.ones(12), 2, 1, 2)), "what a round has had is not changed"
     assert len(gradients._carried._means) == 3
 
 
@@ -536,7 +563,7 @@ def test_what_comes_back_is_not_lost_for_want_of_memory(
 ) -> None:
     add(gradients, 1.0, 6)
     if carries:
-        assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 0))
+        assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 0, 1))
     given(gradients)
     add(gradients, 4.0, 2)
     with monkeypatch.context() as patch:
@@ -574,5 +601,5 @@ def no_memory(count: int) -> Tensor:
 @pytest.mark.parametrize(("epoch", "samples"), [(2, 4), (0, MOST_SAMPLES)], ids=["of the future", "too many"])
 def test_a_gradient_that_cannot_be_is_not_carried(gradients: Gradients, epoch: int, samples: int) -> None:
     add(gradients, 1.0, 6)
-    assert not gradients.carry(Parcel(torch.ones(gradients.elements), samples, epoch))
-    assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 1)), "this peer will hear of that step soon"
+    assert not gradients.carry(Parcel(torch.ones(gradients.elements), samples, epoch, epoch + 1))
+    assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 1, 2)), "this peer will hear of that step soon"

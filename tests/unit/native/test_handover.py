@@ -21,7 +21,7 @@ from lightning_hivemind.engine.native.protocol.lineage import Commit, Contributi
 from lightning_hivemind.engine.native.protocol.plan import Offer, reducers_of, shares
 from lightning_hivemind.engine.native.seam import Outcome, Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.steps import Received
+from lightning_hivemind.engine.native.steps import Handed, Received
 from lightning_hivemind.errors import SwarmError
 
 ROOT = Head.root("run", "founder")
@@ -103,7 +103,7 @@ def test_what_others_refuse_is_told_once_and_not_given_again(desk: Desk) -> None
     desk.give()
     desk.handover.refused()
     desk.commit()
-    assert (desk.handover.take_refused(), desk.handover.take_refused(), desk.handover.take_lost()) == (8, 0, 0)
+    assert (desk.handover.take_lost(), desk.handover.take_lost()) == ((0, 8), (0, 0))
     assert desk.gradients.samples == 0
 
 
@@ -148,7 +148,7 @@ def test_samples_of_a_state_that_was_replaced_are_told(desk: Desk, monkeypatch: 
     monkeypatch.setattr(desk.gradients, "returned", lambda: 4)
     desk.handover.replaced()
     desk.handover.returned("too few", begun=False)
-    assert desk.handover.take_lost() == 12
+    assert desk.handover.take_lost() == (12, 0)
 
 
 def test_a_step_says_what_is_averaged_and_how_much_of_it_is_this_peers(desk: Desk) -> None:
@@ -332,11 +332,11 @@ def test_who_goes_on_from_its_own_state_after_all_counts_its_batches(desk: Desk)
 def test_what_is_lost_is_counted_once(desk: Desk) -> None:
     desk.add(8)
     desk.commit()
-    assert desk.handover.take_lost() == 0, "one step behind is not too old"
+    assert desk.handover.take_lost() == (0, 0), "one step behind is not too old"
     desk.commit()
     desk.add(5, epoch=1)
-    assert desk.handover.take_lost() == 8
-    assert desk.handover.take_lost() == 0
+    assert desk.handover.take_lost() == (8, 0)
+    assert desk.handover.take_lost() == (0, 0)
 
 
 def test_what_is_lost_adds_up(desk: Desk) -> None:
@@ -345,7 +345,7 @@ def test_what_is_lost_adds_up(desk: Desk) -> None:
     desk.add(5)
     desk.commit()
     desk.commit()
-    lost = desk.handover.take_lost()
+    lost, _ = desk.handover.take_lost()
     assert lost + desk.gradients.samples == 13
 
 
@@ -354,7 +354,7 @@ def test_who_follows_on_an_unknown_way_loses_everything(desk: Desk) -> None:
     desk.give()
     desk.add(3)
     desk.handover.behind(Head(epoch=1, lineage=b"y" * 16, samples=900), ())
-    assert desk.handover.take_lost() == 11
+    assert desk.handover.take_lost() == (11, 0)
     assert desk.gradients.samples == 0
 
 
@@ -364,7 +364,7 @@ def test_who_follows_by_commits_loses_nothing_that_they_have(desk: Desk) -> None
     desk.add(3)
     commit = commit_on(ROOT, given)
     desk.handover.behind(commit.head, (commit,))
-    assert desk.handover.take_lost() == 0
+    assert desk.handover.take_lost() == (0, 0)
     assert desk.gradients.samples == 3
 
 
@@ -618,6 +618,29 @@ def test_who_hands_over_gives_nothing_to_rounds_and_is_not_waited_for(desk: Desk
     assert not desk.handover.take_handed()
 
 
+def test_what_the_line_is_too_slow_for_is_dropped_at_once_and_told_once(desk: Desk) -> None:
+    """As soon as it is known, so that what follows is young enough; and not batch by batch."""
+    desk.commit()
+    desk.pace.step(8, time.monotonic(), mine=0, others=1)
+    desk.pace.step(8, time.monotonic() + 10.0, mine=0, others=1)
+    desk.add(8)
+    parcel = desk.handover.hand_over(0.0)
+    assert parcel is not None
+    for _ in range(3):
+        desk.add(4)
+        desk.handover.hands_over_in(10.0, 10.0)
+    desk.add(2)
+    desk.handover.hands_over_in(0.0, 1.0)
+    assert desk.gradients.samples == 2
+    assert not desk.handover.take_handed()
+    desk.handover.handed_over("other", parcel, Outcome.TAKEN, 0.5)
+    assert [(one.samples, one.outcome) for one in desk.handover.take_handed() if isinstance(one, Handed)] == [
+        (12, Outcome.TOO_OLD),
+        (8, Outcome.TAKEN),
+    ]
+    assert desk.handover.take_lost() == (0, 0)
+
+
 def test_who_has_not_the_swarms_state_neither_hands_over_nor_carries(desk: Desk) -> None:
     desk.add(8)
     desk.pace.step(8, time.monotonic(), mine=8, others=1)
@@ -630,11 +653,11 @@ def test_who_has_not_the_swarms_state_neither_hands_over_nor_carries(desk: Desk)
 
 def test_who_carries_anothers_gradient_tells_of_it(desk: Desk) -> None:
     desk.add(8)
-    parcel = Parcel(torch.ones(desk.gradients.whole), 4, 0)
+    parcel = Parcel(torch.ones(desk.gradients.whole), 4, 0, 1)
     assert desk.handover.carry("slow", parcel)
     (received,) = desk.handover.take_handed()
     assert received == Received("slow", 4)
-    assert not desk.handover.carry("slow", Parcel(parcel.values, 4, -100))
+    assert not desk.handover.carry("slow", Parcel(parcel.values, 4, -100, -99))
     assert not desk.handover.take_handed(), "it is too old"
     assert desk.give().samples == 12
 

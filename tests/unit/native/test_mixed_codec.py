@@ -80,6 +80,21 @@ def test_hivemind_s_adaptive_codecs_choose_as_they_do_there() -> None:
         by_place.of_all([1, 2, 3], 3)
 
 
+def test_a_codec_of_the_users_has_no_counterpart_whatever_it_derives_from() -> None:
+    """Its own encoding would be ignored in silence."""
+
+    class Mine(theirs.Float16Compression):  # type: ignore[misc]
+        pass
+
+    wide = theirs.Uniform8BitQuantization()
+    wide.RANGE_IN_SIGMAS = 20
+    for given_ in (Mine(), wide):
+        with pytest.raises(ArgumentError, match=r"grad_compression=\w+\(.*has no counterpart"):
+            map_codec(given_, "grad_compression")
+        with pytest.raises(ArgumentError, match="has no counterpart"):
+            map_codec(theirs.SizeAdaptiveCompression(9, None, given_), "grad_compression")
+
+
 def test_small_buffers_beside_gradients_go_as_they_are() -> None:
     """BatchNorm's counters are a thousand times larger than gradients.
 

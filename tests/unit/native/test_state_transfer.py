@@ -551,7 +551,7 @@ def test_when_nothing_is_downloaded_nothing_is_taken(office: Office) -> None:
 def test_a_helper_passes_on_the_state_of_a_peer_that_it_has_still_to_hear_of(office: Office) -> None:
     source, heard = snapshot(1), list[str]()
     office.add("a", source)
-    relay = Relay(office.downloads, lambda: heard, lambda: source.head, read, lambda: False)
+    relay = Relay(office.downloads, lambda: heard, lambda: source.head, read, lambda: False, 600.0)
     threading.Timer(0.3, lambda: heard.append("a")).start()
     copy = relay.copy(None)
     assert copy is not None
@@ -569,7 +569,7 @@ def test_a_helper_passes_on_a_state_though_the_swarm_makes_steps_meanwhile(offic
     def goes_on() -> Head:
         return replace(source.head, epoch=next(epochs))
 
-    relay = Relay(office.downloads, lambda: ["a"], goes_on, read, lambda: False)
+    relay = Relay(office.downloads, lambda: ["a"], goes_on, read, lambda: False, 600.0)
     copy = relay.copy(None)
     assert copy is not None
     assert torch.equal(copy.content.copy(), source.content.copy())
@@ -581,5 +581,5 @@ def test_a_helper_in_a_swarm_without_a_state_says_so(
     office: Office, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
     monkeypatch.setattr(relay_module, "HEARS_S", 100.0 if stops else 0.2)
-    relay = Relay(office.downloads, list, lambda: None, read, lambda: stops)
+    relay = Relay(office.downloads, list, lambda: None, read, lambda: stops, 600.0)
     assert relay.copy(None) is None

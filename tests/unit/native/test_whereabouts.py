@@ -14,6 +14,7 @@ from lightning_hivemind.engine.native import whereabouts
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.messages import Progress
 from lightning_hivemind.engine.native.protocol.roster import Place
+from lightning_hivemind.engine.native.seam import Status
 from lightning_hivemind.engine.native.whereabouts import Whereabouts, _read
 from lightning_hivemind.engine.native.wire.encoding import decode, encode
 
@@ -53,10 +54,10 @@ def test_what_a_record_says_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
     records = {"other": {"place": GOOD}}
     monkeypatch.setattr(whereabouts, "PeerRecords", lambda *_, **__: SimpleNamespace(read=lambda: records))
     told: list[Place] = []
-    driver = SimpleNamespace(saw=lambda peer, place: told.append(place), status=SimpleNamespace(head=None))
+    driver = SimpleNamespace(saw=lambda peer, place: told.append(place), status=Status())
     network = SimpleNamespace(dht=None, peer_id="me")
     introductions = SimpleNamespace(know=lambda *_: None)
-    one = Whereabouts(network, "run", driver, introductions, int, bool, None, reduces=True)  # type: ignore[arg-type]
+    one = Whereabouts(network, "run", driver, introductions, bool, None, reduces=True)  # type: ignore[arg-type]
     for stamp in (12.5, 12.5, 13.5):
         records["other"] = {"place": [*GOOD[:6], stamp]}
         assert len(one._look()) == 1
@@ -93,25 +94,28 @@ def test_what_goes_wrong_with_one_look_does_not_end_the_looking(
     """No memory, say: without that thread nobody new would be found, and nobody would find this peer."""
     for wait in ("LOOK_S", "PUBLISH_S"):
         monkeypatch.setattr(whereabouts, wait, 0.01)
-    published, failures = threading.Event(), [MemoryError("no more")]
+    published, failures, places = threading.Event(), [MemoryError("no more")], []
 
     def read() -> dict[str, object]:
         if failures:
             raise failures.pop()
         return {}
 
-    def publish(**_: object) -> None:
+    def publish(*, place: list[object], **_: object) -> None:
         if not failures:
+            places.append(place)
             published.set()
 
     records = SimpleNamespace(read=read, publish=publish, close=lambda _: None)
     monkeypatch.setattr(whereabouts, "PeerRecords", lambda *_, **__: records)
-    driver = SimpleNamespace(status=SimpleNamespace(head=Head.root("run", "me"), cuts=0))
+    head = Head.root("run", "me")
+    driver = SimpleNamespace(status=Status(head=head, samples=7, swarm_samples=90))
     network = SimpleNamespace(dht=None, peer_id="me")
-    one = Whereabouts(network, "run", driver, None, int, bool, None, reduces=True)  # type: ignore[arg-type]
+    one = Whereabouts(network, "run", driver, None, bool, None, reduces=True)  # type: ignore[arg-type]
     one._thread.start()
     try:
         assert published.wait(20.0)
     finally:
         one.stop()
     assert "will be in a moment" in caplog.text
+    assert _read(places[0]) == Place(head=head, samples=7, stamp=places[0][-1]), "what it gives to the next step"

@@ -63,6 +63,19 @@ def test_what_two_peers_can_train_in_is_let_through(precision: str) -> None:
         check(precision, offload_optimizer=True)
 
 
+@pytest.mark.parametrize("engine", ["native", "hivemind"])
+def test_extra_tensors_that_have_no_average_are_refused(engine: str) -> None:
+    for extra in (torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.bool), torch.zeros(1).to(torch.cfloat)):
+        with pytest.raises(ArgumentError, match=r"extra_tensors: one of torch\.\w+, with shape .*has no average"):
+            check("32-true", extra_tensors=[torch.zeros(3), extra], engine=engine)
+    counter = torch.zeros((), dtype=torch.int64)
+    if engine == "native":
+        check("32-true", extra_tensors=[counter], engine=engine)
+    else:
+        with pytest.raises(ArgumentError, match=r"torch\.int64"):
+            check("32-true", extra_tensors=[counter], engine=engine)
+
+
 def test_extra_tensors_on_a_device_exclude_a_host_optimizer() -> None:
     there = torch.zeros(1, device="meta")
     with pytest.raises(ArgumentError, match=r"extra_tensors on meta.*offload_optimizer"):

@@ -53,7 +53,12 @@ class CatchingUp:
         self._since: float | None = None
         self._said = math.inf
         self._relay = Relay(
-            parts.downloads, self._donors, lambda: parts.driver.status.head, stepper.read, training.should_abort
+            parts.downloads,
+            self._donors,
+            lambda: parts.driver.status.head,
+            stepper.read,
+            training.should_abort,
+            arguments.load_state_timeout,
         )
 
     def run(self, head: Head, preferred: Collection[str] = ()) -> Head:

@@ -112,7 +112,6 @@ class NativeEngine:
             self._records.run,
             parts.driver,
             parts.introductions,
-            lambda: self.local_samples,
             lambda: parts.handover.owes and not self._a.auxiliary,
             None if self._a.auxiliary else self._agreement,
             reduces=not self._a.client_mode,
@@ -213,11 +212,11 @@ class NativeEngine:
                 self._report_handed(handover)  # of others, too, that may be in it
                 self._apply(step)
                 committed = True
-            lost += handover.take_lost()
-            if lost:
-                self._reports.lost(self.epoch, lost, left_behind=handover.owes)
+            dropped, refused = handover.take_lost()
+            if lost := lost + dropped:
+                self._reports.lost(self.epoch, lost, left_behind=handover.owes, slow_line=handover.hands_over)
                 lost = 0
-            if refused := handover.take_refused():
+            if refused:
                 self._reports.refused(self.epoch, refused)
             self._report_handed(handover)
             if handover.owes and not self._owes_nothing(handover):

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.means import Carried, Made, Mean, mean_of
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Contribution, PeerId
+from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES, Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, mark_parts
@@ -58,7 +58,7 @@ class Gradients:
         self._memory = memory or Memory()
         self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._local = local_step is not None
         sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
         self.marks, self._low_rank = len(self.parameters), low_rank
@@ -91,19 +91,15 @@ class Gradients:
     def samples(self) -> int:
         """Whose gradients are here and in no commit."""
         with self._lock:
-            return self._samples
+            given = self._given.contribution.samples if self._given is not None else 0
+            back = self._back.samples if self._back is not None else 0
+            return self._sum.samples + given + back + self._carried.samples
 
     @property
     def ready(self) -> int:
         """Samples that :meth:`give` would give now: not those of a sum in place to which a batch is being added."""
         with self._lock:
-            return self._samples - (self._sum.samples if self._sum.busy else 0)
-
-    @property
-    def _samples(self) -> int:
-        given = self._given.contribution.samples if self._given is not None else 0
-        back = self._back.samples if self._back is not None else 0
-        return self._sum.samples + given + back + self._carried.samples
+            return self.samples - (self._sum.samples if self._sum.busy else 0)
 
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch of ``samples`` by, before its backward pass."""
@@ -182,15 +178,21 @@ class Gradients:
         """
         with self._lock:
             assert self._handed is None, "one peer at a time"
-            if not self.can_be_carried or steps > self._max_staleness or self._was_given:
+            if not self.can_be_carried or steps > self._max_staleness or self.was_given:
                 return 0, None
             lost = self._prune(steps)
             found = self._collect()
             if found is None:
                 return lost, None
-            self._handed, values = found
-            self._void = False
-            return lost, Parcel(values, self._handed.contribution.samples, self._handed.epoch)
+            (self._handed, values), self._void = found, False
+            samples, epoch = self._handed.contribution.samples, self._handed.epoch
+            return lost, Parcel(values, samples, epoch, min(epoch + self._max_staleness, MOST_EPOCHS))
+
+    def make_fresh(self, steps: int, in_all: int) -> int:
+        """Drop what is too old ``in_all`` steps from now, of which handing it over takes ``steps``; returns samples."""
+        with self._lock:
+            waits = self.can_be_carried and steps <= self._max_staleness and not self.was_given
+            return self._prune(in_all) if waits else 0
 
     def handed_over(self, *, back: bool) -> int:
         """It is that peer's now, or was lost; or it is ``back``. Returns the samples that are too old, and dropped."""
@@ -207,16 +209,18 @@ class Gradients:
         """Give another peer's gradient, too: as from :meth:`hand_over`. False if it is too old, or cannot be."""
         with self._lock:
             steps = 0 if self._given is None else 1  # that round goes without it
-            fits = self.can_be_carried and not self._too_old(parcel.epoch, steps)
-            fits &= parcel.epoch <= self._head_epoch + 1 and parcel.samples + self._samples <= MOST_SAMPLES
+            # as old as what this peer would drop then, if it were its own
+            epoch = min(parcel.until - self._max_staleness, self._head_epoch + 1)
+            fits = self.can_be_carried and not self._too_old(epoch, steps)
+            fits &= parcel.epoch <= self._head_epoch + 1 and parcel.samples + self.samples <= MOST_SAMPLES
             if fits:
-                self._carried.add(Mean(parcel.values, parcel.samples, parcel.epoch))
+                self._carried.add(Mean(parcel.values, parcel.samples, epoch))
             return fits
 
-    def too_old(self, epoch: int) -> bool:
-        """Whether what was computed with the parameters of ``epoch`` can be in no step any more."""
+    def too_old(self, until: int) -> bool:
+        """Whether what may be in steps ``until`` that epoch can be in none any more."""
         with self._lock:
-            return self._too_old(epoch)
+            return until < self._head_epoch
 
     def returned(self) -> int:
         """The round came to nothing: the next one gets it, with what came since. Returns the samples that are lost."""
@@ -289,7 +293,7 @@ class Gradients:
         """To ``epoch`` by a way on which contributions cannot be followed: none is kept. Returns the lost samples."""
         with self._lock:
             self._head_epoch = epoch
-            lost, self._given, self._back, self._left_out = self._samples, None, None, None
+            lost, self._given, self._back, self._left_out = self.samples, None, None, None
             self._carried.take()
             self._void = True
             self._sum.clear()
@@ -307,11 +311,7 @@ class Gradients:
     def was_given(self) -> bool:
         """Whether something here was in a round before: it may be in a commit, which only this peer can find out."""
         with self._lock:
-            return self._was_given
-
-    @property
-    def _was_given(self) -> bool:
-        return self._carried.was_given or (self._back is not None and bool(self._back.given))
+            return self._carried.was_given or (self._back is not None and bool(self._back.given))
 
     def _collect(self) -> tuple[Made, Tensor] | None:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""

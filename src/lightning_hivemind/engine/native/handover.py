@@ -27,8 +27,7 @@ from lightning_hivemind.errors import SwarmError
 #: memory for averages that wait for the training thread; more of them wait on disk
 WAITING_BYTES = 1 << 30
 MOST_WAITING = 64
-#: of its line, that a peer offers for reducing before its first batch is done, and while it fetches a state: it reduces
-#: where nobody else can
+#: of its line, for who has not done a batch yet, or fetches a state: it reduces where nobody else can
 HARDLY = 1e-6
 #: a peer that is further behind takes a whole state
 MOST_ON_DISK = 1000
@@ -67,6 +66,7 @@ class Handover:
         self._decided: list[Decided] = []
         self._head: Head | None = None
         self._lost = self._refused = 0
+        self._doomed = 0  # samples that were dropped as too old for this peer's line; told once that is free
         #: epochs whose round came to nothing, and why it did last
         self._untold: dict[int, str] = {}
         #: why its own part in rounds went wrong, since it was in a commit
@@ -112,8 +112,7 @@ class Handover:
         with self.changed:
             self._began = time.monotonic()
             self._join(self._began)
-        found = self._gradients.give() if self.gives else None
-        contribution, values = found if found is not None else (None, None)
+        contribution, values = (self._gradients.give() if self.gives else None) or (None, None)
         spare = HARDLY if self.owes or (self._gives and self._pace.starts) else 1.0
         epoch = 0 if self._head is None else self._head.epoch
         offer = Offer(
@@ -194,29 +193,35 @@ class Handover:
         with self.changed:
             steps = self._pace.steps_within(takes_s, time.monotonic())
         lost, parcel = self._gradients.hand_over(steps)
-        if lost:
-            with self.changed:
-                self._handed.append(Handed("", lost, Outcome.TOO_OLD, 0.0))
+        self._doomed += lost
         return parcel
+
+    def hands_over_in(self, after_s: float, takes_s: float) -> None:
+        now = time.monotonic()
+        with self.changed:
+            steps, in_all = (self._pace.steps_within(one, now) for one in (takes_s, after_s + takes_s))
+        self._doomed += self._gradients.make_fresh(steps, in_all)
 
     def handed_over(self, to: PeerId, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
         lost = self._gradients.handed_over(back=outcome is Outcome.BACK)
         with self.changed:
             self._lost += lost
+            if self._doomed:
+                self._handed.append(Handed("", self._doomed, Outcome.TOO_OLD, 0.0))
+                self._doomed = 0
             if outcome is not Outcome.BACK:
                 self._handed.append(Handed(to, parcel.samples, outcome, duration_s))
             if outcome is Outcome.TAKEN:
                 self._failures.clear()
 
     def carry(self, of: PeerId, parcel: Parcel) -> bool:
-        carried = self._gradients.carry(parcel)
-        if carried:
+        if carried := self._gradients.carry(parcel):
             with self.changed:
                 self._handed.append(Received(of, parcel.samples))
         return carried
 
-    def too_old(self, epoch: int) -> bool:
-        return self._gradients.too_old(epoch)
+    def too_old(self, until: int) -> bool:
+        return self._gradients.too_old(until)
 
     def behind(self, head: Head, commits: tuple[Commit, ...]) -> None:
         listed = {c: [one for one in c.contributions if one.peer == self._me] for c in commits}
@@ -366,23 +371,18 @@ class Handover:
             decided, self._decided = self._decided, []
             return decided
 
-    def take_lost(self) -> int:
-        """Samples that were dropped since this was asked last."""
+    def take_lost(self) -> tuple[int, int]:
+        """Samples that were dropped since this was asked last, and those that others could not use."""
         with self.changed:
-            lost, self._lost = self._lost, 0
-            return lost
+            lost, refused = self._lost, self._refused
+            self._lost = self._refused = 0
+            return lost, refused
 
     def take_handed(self) -> list[Handed | Received]:
         """What became of gradients that were handed to other peers or to this one, since this was asked last."""
         with self.changed:
             handed, self._handed = self._handed, []
             return handed
-
-    def take_refused(self) -> int:
-        """The same for those that others could not use."""
-        with self.changed:
-            refused, self._refused = self._refused, 0
-            return refused
 
     def check(self) -> None:
         """Raises SwarmError if this peer's own part in rounds goes wrong again and again."""

@@ -32,6 +32,7 @@ class Reports:
 
     def __init__(self, events: EventBus, *, target_samples: int, max_staleness: int) -> None:
         self._events, self._target_samples, self._max_staleness = events, target_samples, max_staleness
+        self._slow_line = f"this peer's line takes longer to send them than max_staleness={max_staleness} allows"
         self._num_peers, self._announced = 1, -1
 
     def peers(self, count: int) -> None:
@@ -84,10 +85,10 @@ class Reports:
             )
         )
 
-    def lost(self, epoch: int, samples: int, *, left_behind: bool) -> None:
+    def lost(self, epoch: int, samples: int, *, left_behind: bool, slow_line: bool) -> None:
         """Samples of this peer are in no step, and will be in none."""
         old = f"they are older than max_staleness={self._max_staleness}"
-        reason = LEFT_BEHIND if left_behind else old
+        reason = LEFT_BEHIND if left_behind else self._slow_line if slow_line else old
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
 
     def refused(self, epoch: int, samples: int) -> None:
@@ -105,8 +106,7 @@ class Reports:
             self._events.emit(GradientHandedOver(epoch=epoch, peer=peer, samples=samples, duration_s=handed.duration_s))
             return
         reason = f"peer {peer}, to which they were handed over a slow line, did not say that it has them (it may)"
-        if handed.outcome is Outcome.TOO_OLD:
-            reason = f"this peer's line takes longer to send them than max_staleness={self._max_staleness} allows"
+        reason = self._slow_line if handed.outcome is Outcome.TOO_OLD else reason
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
 
     def differed(self, found: Difference) -> None:

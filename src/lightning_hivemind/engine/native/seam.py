@@ -25,12 +25,14 @@ class Given:
 class Parcel:
     """A gradient that one peer hands to another one: ``values`` float32 CPU (elements,), of ``samples``.
 
-    ``epoch``: of the parameters with which the oldest of it was computed.
+    ``epoch``: of the parameters with which the oldest of it was computed; ``until``: the last one from which a step
+    with it may lead on, as the ``max_staleness`` of that peer says.
     """
 
     values: Tensor
     samples: int
     epoch: int
+    until: int
 
 
 class Outcome(Enum):
@@ -96,14 +98,17 @@ class Training(Protocol):
     def hand_over(self, takes_s: float) -> Parcel | None:
         """Fix what this peer hands to another one, with :attr:`hands_over`, in so many seconds; one at a time."""
 
+    def hands_over_in(self, after_s: float, takes_s: float) -> None:
+        """This peer's line will be free so much later, and takes so long for what is handed over then."""
+
     def handed_over(self, to: PeerId, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
         """What became of it."""
 
     def carry(self, of: PeerId, parcel: Parcel) -> bool:
         """Give another peer's gradient with this one's; False if that cannot be (any more)."""
 
-    def too_old(self, epoch: int) -> bool:
-        """Whether no step can have what was computed with the parameters of ``epoch``."""
+    def too_old(self, until: int) -> bool:
+        """Whether no step can have any more what may be in steps ``until`` that epoch."""
 
     def adopted(self, head: Head) -> None:
         """This peer stands at ``head``, with the state that it has."""
@@ -115,6 +120,7 @@ class Status:
 
     Attributes:
         head: where the protocol is; None before the first adoption.
+        samples: of this peer, for the next commit; and those of the whole swarm.
         due: whether the swarm has the samples for a round.
         living: the other peers that can be reached, as far as is known.
         clients: those of them that accept no connections.
@@ -125,6 +131,7 @@ class Status:
 
     head: Head | None = None
     due: bool = False
+    samples: int = 0
     swarm_samples: int = 0
     living: tuple[PeerId, ...] = ()
     clients: frozenset[PeerId] = frozenset()
@@ -137,6 +144,7 @@ class Status:
         return cls(
             head=peer.head,
             due=peer.due,
+            samples=peer.samples,
             swarm_samples=peer.swarm_samples,
             living=peer.living,
             clients=peer.clients,

@@ -40,7 +40,6 @@ class Whereabouts:
         run: str,
         driver: Driver,
         introductions: Introductions,
-        samples: Callable[[], int],
         owes: Callable[[], bool],
         agreement: Agreement | None,
         *,
@@ -50,7 +49,7 @@ class Whereabouts:
         self.without: frozenset[str] = frozenset()
         self._owes = owes
         self._network, self._driver, self._introductions = network, driver, introductions
-        self._samples, self._agreement, self._reduces = samples, agreement, reduces
+        self._agreement, self._reduces = agreement, reduces
         self._records = PeerRecords(network.dht, f"{run}.native", network.peer_id, refresh_s=REFRESH_S)
         self._stopped = threading.Event()
         self._stamp = 0.0
@@ -104,7 +103,7 @@ class Whereabouts:
         status = self._driver.status
         head = status.head
         if head is not None:
-            place = [head.epoch, head.lineage, head.samples, self._samples(), self._reduces, status.cuts]
+            place = [head.epoch, head.lineage, head.samples, status.samples, self._reduces, status.cuts]
             self._stamp = max(time.time(), self._stamp + 1e-3)  # grows, whatever is done to the clock
             self._records.publish(
                 place=[*place, self._stamp],

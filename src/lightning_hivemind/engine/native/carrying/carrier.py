@@ -65,7 +65,7 @@ class Carrier:
             self._answer(peer, number, Receipt(self._token))
         elif coming is not None and coming.number == number:
             self._answer(peer, number, Receipt(self._token, self._missing(coming)))
-        elif self._training.too_old(offered.epoch):
+        elif self._training.too_old(offered.until):
             self._answer(peer, number, Receipt(self._token, refused="it is too old", too_old=True))
         elif why := self._why_not(offered):
             self._answer(peer, number, Receipt(self._token, refused=why))
@@ -128,7 +128,8 @@ class Carrier:
             return Receipt(self._token, refused=why)
         if not finite(coming.values):
             return Receipt(self._token, refused="it has values that are not finite", too_old=True)
-        parcel = Parcel(coming.values, coming.offered.samples, coming.offered.epoch)
+        offered = coming.offered
+        parcel = Parcel(coming.values, offered.samples, offered.epoch, offered.until)
         if not self._training.carry(peer, parcel):
             return Receipt(self._token, refused="it is too old", too_old=True)
         self._taken[peer] = coming.number

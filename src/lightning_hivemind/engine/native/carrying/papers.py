@@ -23,11 +23,13 @@ class Offered:
     """A gradient of so many samples, computed with the parameters of ``epoch``.
 
     Attributes:
+        until: see :class:`.seam.Parcel`.
         heads: where its sender stands, and a step before: the carrier, of the same lineage, may not have heard of more.
     """
 
     samples: int
     epoch: int
+    until: int
     heads: tuple[Head, ...]
 
 
@@ -57,7 +59,8 @@ def read_offer(data: bytes | memoryview) -> Offered:
     """Raises WireError for anything that :func:`write_offer` does not make."""
     offer: Offered = read(Offered, data)
     heads = len(offer.heads) <= MOST_HEADS and all(head.can_be for head in offer.heads)
-    if not 0 < offer.samples <= MOST_SAMPLES or offer.epoch > MOST_EPOCHS or not heads:
+    epochs = offer.epoch <= offer.until <= MOST_EPOCHS
+    if not 0 < offer.samples <= MOST_SAMPLES or not epochs or not heads:
         raise WireError("an offer of a gradient that cannot be")
     return offer
 

@@ -29,6 +29,9 @@ ASK_AGAIN_S = 0.5
 ANSWER_S = 5.0
 #: who has refused is not asked again for so long
 REFUSED_S = 30.0
+#: a line that was too slow for anything is tried after so long all the same: it is measured while much is sent, and may
+#: have been slow for a while only
+TRY_S = 30.0
 
 
 @dataclass(slots=True)
@@ -65,6 +68,8 @@ class Sender:
         self._size_bytes = encoded_bytes(layout, codecs)
         self._under_way: _UnderWay | None = None
         self._refused: dict[PeerId, float] = {}
+        #: since when nothing is under way
+        self._idle_since: float | None = None
 
     @property
     def busy(self) -> bool:
@@ -85,16 +90,18 @@ class Sender:
     def look(self, carriers: Sequence[PeerId], now: float) -> None:
         """Begin, if there is something to hand over and somebody who may take it; ask how far it is."""
         if self._under_way is None and carriers:
-            parcel = self._training.hand_over(self.takes_s)
+            self._idle_since = now if self._idle_since is None else self._idle_since
+            parcel = self._training.hand_over(self.takes_s if now - self._idle_since < TRY_S else 0.0)
             if parcel is not None:
                 number = secrets.token_bytes(16)
-                offered = Offered(parcel.samples, parcel.epoch, self._heads())
+                offered = Offered(parcel.samples, parcel.epoch, parcel.until, self._heads())
                 self._under_way = _UnderWay(
                     number, carriers[0], parcel, now, heard_at=now, asked_at=now, offered=offered
                 )
                 self._ask(self._under_way, now)
         elif (one := self._under_way) is not None:
-            if self._training.too_old(one.parcel.epoch):
+            self._training.hands_over_in(max(0.0, one.began + self.takes_s - now), self.takes_s)
+            if self._training.too_old(one.parcel.until):
                 arrived = one.sent and not self._links.sends(one.number)  # and was taken, perhaps
                 self._end(one, Outcome.LOST if arrived else Outcome.TOO_OLD, now)
             elif self._links.sends(one.number):
@@ -151,6 +158,6 @@ class Sender:
             send_values(self._links, one.to, Kind.PARCEL, one.number, chunk, data)
 
     def _end(self, one: _UnderWay, outcome: Outcome, now: float) -> None:
-        self._under_way = None
+        self._under_way, self._idle_since = None, now
         self._links.forget(one.number)
         self._training.handed_over(one.to, one.parcel, outcome, now - one.began)

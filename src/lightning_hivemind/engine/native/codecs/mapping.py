@@ -25,6 +25,7 @@ _BY_NAME: dict[str, ChunkCodec] = {
 }
 #: a buffer of no more elements goes as it is: BatchNorm's statistics and counters, which are far larger than gradients
 SMALL = 4096
+_PACKAGES = ("hivemind", "lightning_hivemind")
 _OTHERS = ("TopKCompression", "SizeAdaptiveCompression", "RoleAdaptiveCompression", "PerTensorCompression")
 
 
@@ -60,14 +61,16 @@ class Coding:
 
 
 def map_codec(given: Any, name: str) -> Coding:
-    """``given`` as ``name``; None sends values as they are. Raises ArgumentError for one that has no counterpart."""
+    """``given`` as ``name``; None sends values as they are. Raises ArgumentError for one that has no counterpart.
+
+    Such is a class of the user's, too, whatever it derives from, and one with settings that its class has not.
+    """
     if given is None:
         return _uniform(Exact())
-    names = [base.__name__ for base in type(given).__mro__]
-    found = next((_BY_NAME[one] for one in names if one in _BY_NAME), None)
-    if found is not None:
-        return _uniform(found)
-    match next((one for one in names if one in _OTHERS), None):
+    kind = type(given).__name__ if type(given).__module__.split(".")[0] in _PACKAGES else None
+    if kind in _BY_NAME and not vars(given):
+        return _uniform(_BY_NAME[kind])
+    match kind:
         case "TopKCompression":
             return _uniform(TopK(given.kept))
         case "SizeAdaptiveCompression":

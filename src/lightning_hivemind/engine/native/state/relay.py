@@ -13,8 +13,6 @@ from lightning_hivemind.engine.native.state.content import Content
 from lightning_hivemind.engine.native.state.download import Downloads, Reader
 from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot
 
-#: for a whole state; who waits for it asks again
-TIMEOUT_S = 600.0
 #: who asks may know of a peer that this one has still to hear of: records are some seconds late
 HEARS_S, LOOK_S = 5.0, 0.1
 
@@ -26,6 +24,7 @@ class Relay:
         trainers: who can be asked for a state now.
         head: where the swarm is.
         read: checks a description against this peer's model.
+        timeout_s: for a whole state; who waits for it asks again.
     """
 
     def __init__(
@@ -35,7 +34,9 @@ class Relay:
         head: Callable[[], Head | None],
         read: Reader,
         should_abort: Callable[[], bool],
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         self._downloads, self._trainers, self._head, self._read = downloads, trainers, head, read
         self._should_abort = should_abort
 
@@ -63,7 +64,7 @@ class Relay:
 
         # whoever asks has the averages that lead on from there: where the swarm goes meanwhile does not matter
         fetch = self._downloads.fetch
-        found = fetch(trainers, read, TIMEOUT_S, self._should_abort, enough=lambda head: head == wanted)
+        found = fetch(trainers, read, self._timeout_s, self._should_abort, enough=lambda head: head == wanted)
         if found is None:
             return None
         description, memory = found

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from lightning_hivemind.errors import WireError
 
-PROTOCOL = 10
+PROTOCOL = 11
 _MAGIC = b"LHMD"
 #: magic, protocol, kind, round, chunk, plan version, length of what follows, its checksum
 _LAYOUT = struct.Struct("!4sBB16sIIII")
