@@ -39,6 +39,26 @@ def test_overlapping_everything_trains_both_peers_at_one_rate(swarm: Swarm) -> N
     assert_in_step(peers, [-1], within=1e-2)
 
 
+@ANY_ENGINE
+def test_peers_whose_steps_are_delayed_are_equal_after_every_one(swarm: Swarm) -> None:
+    """A gradient may be of the parameters before the last step; what the peers make of it is the same."""
+    peers = swarm.start(
+        2,
+        strategy=ALL_DELAYS,
+        strategy_code={"scheduler_fn": EXPONENTIAL},
+        model={"optimizer": "momentum"},
+        trainer={"max_steps": 12},
+        delay_s=0.05,
+    )
+    swarm.finish()
+    first, second = ({one["epoch"]: one["digest"] for one in peer.said("step")} for peer in peers)
+    both = first.keys() & second.keys()
+    assert len(both) >= 8
+    assert [first[epoch] for epoch in sorted(both)] == [second[epoch] for epoch in sorted(both)]
+    assert len({first[epoch] for epoch in both}) == len(both), "each step changes the parameters"
+    assert_in_step(peers, [-1])
+
+
 @pytest.mark.parametrize(
     ("delays", "optimizer"), [(STEP_DELAYED, "sgd"), (ALL_DELAYS, "momentum")], ids=["step", "gradients"]
 )

@@ -42,6 +42,8 @@ def test_a_silent_dht_is_told_and_training_goes_on_when_it_answers_again(swarm: 
         second.wait_until(
             lambda: len(second.said("EpochCommitted", contributors=2)) >= rounds + 40, timeout_s=60, what="40 rounds"
         )
+        told = "the DHT does not take or give peer records"
+        second.wait_until(lambda: told in second.output, timeout_s=60, what=told)
     assert not second.said("raised")
     os.kill(dht, signal.SIGCONT)
     both = len(second.said("EpochCommitted", contributors=2))
