@@ -35,6 +35,7 @@ def test_peers_are_bit_identical_and_equal_one_process(swarm: Swarm) -> None:
     assert_in_step(peers, range(1, steps + 1))
     for peer in peers:
         assert [one["epoch"] for one in peer.said("step")] == list(range(1, steps + 1)), "buffers were compared, too"
+        assert "in the clear" not in peer.output
 
 
 def test_no_step_is_made_before_as_many_peers_are_there_as_were_asked_for(swarm: Swarm) -> None:

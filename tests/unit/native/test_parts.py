@@ -1,14 +1,29 @@
-"""What the user's arguments mean for the rounds of ``engine="native"``."""
+"""What the user's arguments mean for the rounds of ``engine="native"``, and for its connections."""
 
 from __future__ import annotations
 
-from typing import Any
+import socket
+import ssl
+import time
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.native import parts as parts_module
+from lightning_hivemind.engine.native.codecs.mapping import map_codec
+from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.layout import Layout
-from lightning_hivemind.engine.native.parts import limits, longest_wait_s
+from lightning_hivemind.engine.native.memory import Memory
+from lightning_hivemind.engine.native.parts import Parts, build, limits, longest_wait_s
+from lightning_hivemind.engine.native.state.room import StateMemory
+from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.links import Links
+from lightning_hivemind.engine.native.wire.sink import Introduction
+from swarm.town import wait_for
 
 ALL_DELAYS = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
 LAYOUT = Layout(1000, chunk_elements=300)
@@ -49,3 +64,56 @@ def test_an_argument_is_a_limit_of_rounds(given: dict[str, Any], limit: str, val
 def test_who_trains_on_in_rounds_is_not_waited_for(given: dict[str, Any], waits_s: float) -> None:
     arguments = Arguments(**{"target_batch_size": 64, "matchmaking_time": 5.0, **given})
     assert longest_wait_s(arguments) == pytest.approx(waits_s)
+
+
+class Introduced:
+    """In the place of libp2p: peers of one process know one another."""
+
+    everybody: ClassVar[dict[str, Introduced]] = {}
+
+    def __init__(self, me: str, run: str, links: Links, *, fingerprint: bytes, port: int, timeout_s: float) -> None:
+        self.me, self.links, self._fingerprint, self._port = me, links, fingerprint, port
+        self.everybody[me] = self
+
+    def introduce(self, peer: str, dials: bool) -> Introduction:
+        other = self.everybody[peer]
+        endpoints, token = (("127.0.0.1", other._port),), other.links.expect(self.me)
+        return Introduction(endpoints=endpoints, fingerprint=other._fingerprint, token=token)
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def built(me: str, arguments: Arguments) -> Parts:
+    gradients = Gradients(me, [torch.nn.Parameter(torch.zeros(3))], Statistics([]), max_staleness=1)
+    network: Any = SimpleNamespace(peer_id=me, dht=me)
+    coding = map_codec(None, "grad_compression")
+    return build(arguments, "run", network, gradients, Memory(), coding, lambda known: None, StateMemory(), lambda: -1)
+
+
+def sockets_of(links: Links) -> list[socket.socket]:
+    """What it reads and what it writes."""
+    return [*(one.sock for one in links._inlets if one.peer), *links._connections]
+
+
+@pytest.mark.parametrize("insecure_lan", [None, False, True])
+def test_connections_are_encrypted_unless_the_user_wants_them_in_the_clear(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, insecure_lan: bool | None
+) -> None:
+    monkeypatch.setattr(parts_module, "Introductions", Introduced)
+    given: dict[str, Any] = {} if insecure_lan is None else {"insecure_lan": insecure_lan}
+    arguments = Arguments(target_batch_size=64, host_maddrs=["/ip4/127.0.0.1/tcp/0"], **given)
+    peers = [built(me, arguments) for me in "ab"]
+    try:
+        first, second = (Introduced.everybody[me].links for me in "ab")
+        first.send("b", Header(kind=Kind.PING))
+        wait_for(lambda: len(sockets_of(first)) == len(sockets_of(second)) == 2, "connections both ways")
+        kinds = {type(one) for one in (*sockets_of(first), *sockets_of(second))}
+    finally:
+        for peer in peers:
+            peer.stop(time.monotonic() + 5.0)
+    assert kinds == {socket.socket if insecure_lan else ssl.SSLSocket}
+    assert ("in the clear" in caplog.text) == bool(insecure_lan)

@@ -24,6 +24,7 @@ from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Ki
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.engine.native.wire.speed import Line
+from lightning_hivemind.engine.native.wire.tls import Certificate
 from lightning_hivemind.errors import WireError
 from swarm.town import WAIT_S, Town, wait_for
 
@@ -77,6 +78,60 @@ class City(Town):
     def settle(self, name: str, *, listens: bool = True, carries: bool = False) -> Links:
         self.ledgers[name] = Ledger()
         return self.add(name, self.ledgers[name], listens=listens, carries=carries)
+
+
+class Impostor:
+    """Listens where a peer should, with a certificate of its own. ``heard``: of each handshake, what came after it."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+        self._listener, self._context = socket.create_server(("127.0.0.1", 0)), Certificate.create().server
+        self.port: tuple[str, int] = self._listener.getsockname()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # once it is closed
+            while True:
+                plain, _ = self._listener.accept()
+                plain.settimeout(DETECT_S)
+                with contextlib.suppress(OSError), self._context.wrap_socket(plain, server_side=True) as sock:
+                    self.heard.append(b"")
+                    while part := sock.recv(1000):
+                        self.heard[-1] += part
+
+    def close(self) -> None:
+        close(self._listener)
+        self._thread.join(WAIT_S)
+
+
+class Tap:
+    """Lies between the others and a peer. ``seen``: what they say to it, by connection."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.seen: list[bytearray] = []
+        self._target, self._listener = target, socket.create_server(("127.0.0.1", 0))
+        self.port: tuple[str, int] = self._listener.getsockname()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # once it is closed
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(self._target)
+                self.seen.append(bytearray())
+                for one_way in ((here, there, self.seen[-1]), (there, here, bytearray())):
+                    threading.Thread(target=self._carry, args=one_way, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket, seen: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(1 << 16):
+                seen += part
+                target.sendall(part)
+        wake(target)
+
+    def close(self) -> None:
+        close(self._listener)
 
 
 def drop(links: Links, peer: str) -> None:
@@ -459,6 +514,53 @@ def test_nothing_goes_to_a_public_address_in_the_clear(monkeypatch: pytest.Monke
         accepted, _ = server.accept()
         with accepted:
             assert accepted.recv(100) == b""
+
+
+def test_who_lies_between_two_peers_reads_nothing_unless_they_send_in_the_clear(town: City) -> None:
+    first, second = town.settle("first"), town.settle("second")
+    payloads = {"first": os.urandom(1000), "second": os.urandom(1000)}
+    with contextlib.ExitStack() as stack:
+        taps = {name: Tap(town.ports[name]) for name in payloads}
+        for name, tap in taps.items():
+            stack.callback(tap.close)
+            town.ports[name] = tap.port
+        first.send("second", Header(kind=Kind.INPUT, length=1000), (payloads["second"],))
+        second.send("first", Header(kind=Kind.RESULT, length=1000), (payloads["first"],))
+        for name, tap in taps.items():
+            wait_for(lambda name=name: town.ledgers[name].frames, f"the frame of {name}")  # type: ignore[misc]
+            assert max(map(len, tap.seen)) > 1000, "it came by another way"
+            assert any(payloads[name] in one for one in tap.seen) == (not town.secure)
+
+
+def test_who_shows_another_certificate_than_was_announced_is_told_nothing() -> None:
+    """With the token it could come to the peer in the other one's place; and the frame is none of its business."""
+    town, impostor = City(secure=True), Impostor()
+    first, _ = town.settle("first", listens=False), town.settle("second")
+    town.ports["second"] = impostor.port
+    first.send("second", Header(kind=Kind.INPUT, length=6), (b"secret",))
+    ledger = town.ledgers["first"]
+    wait_for(lambda: ledger.losses or any(impostor.heard), "the loss")
+    impostor.close()
+    assert impostor.heard, "no connection got so far as to show a certificate"
+    assert set(impostor.heard) == {b""}
+    ((peer, reason),) = ledger.losses
+    assert (peer, "another certificate than the peer announced" in reason) == ("second", True)
+    assert not town.ledgers["second"].frames
+    town.close()
+
+
+def test_a_client_that_is_called_tells_nothing_to_whoever_shows_another_certificate() -> None:
+    """It dials for the other one to send on."""
+    town, impostor = City(secure=True), Impostor()
+    peer, client = town.settle("peer"), town.settle("client", listens=False)
+    town.ports["peer"] = impostor.port
+    peer.send("client", Header(kind=Kind.INPUT, length=6), (b"secret",))
+    wait_for(lambda: town.ledgers["peer"].losses or any(impostor.heard), "the loss")
+    impostor.close()
+    assert impostor.heard, "no connection got so far as to show a certificate"
+    assert set(impostor.heard) == {b""}
+    assert not client._inlets
+    town.close()
 
 
 def test_a_token_serves_once() -> None:
