@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from statistics import fmean
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs import (
     BFloat16,
@@ -19,6 +22,38 @@ from lightning_hivemind.engine.native.codecs import (
     TopK,
     Uniform8Bit,
 )
+from lightning_hivemind.engine.native.codecs.mixed import per_chunk
+from lightning_hivemind.engine.native.memory import Memory
+
+
+class MixedOfAnySize:
+    """One chunk of several tensors, equal parts of it, each by another codec: a mixture of its own for each size."""
+
+    def __init__(self, *codecs: ChunkCodec) -> None:
+        self._codecs = codecs
+        self.name = f"mixed: {', '.join(codec.name for codec in codecs)}"
+        self.leaves_out = any(codec.leaves_out for codec in codecs)
+
+    def tensors(self, elements: int) -> list[tuple[int, ChunkCodec]]:
+        ends = pairwise(elements * number // len(self._codecs) for number in range(len(self._codecs) + 1))
+        return [(end - begin, codec) for (begin, end), codec in zip(ends, self._codecs, strict=True)]
+
+    def _of(self, elements: int) -> ChunkCodec:
+        (found,) = per_chunk(self.tensors(elements), [slice(0, elements)])
+        return found
+
+    def size_bytes(self, elements: int) -> int:
+        return self._of(elements).size_bytes(elements)
+
+    def encode(self, values_N: Tensor, memory: Memory | None = None) -> memoryview:
+        return self._of(values_N.numel()).encode(values_N, memory)
+
+    def decode(self, data: memoryview, out_N: Tensor) -> None:
+        self._of(out_N.numel()).decode(data, out_N)
+
+    def error_bound(self, values_N: Tensor) -> Tensor:
+        return self._of(values_N.numel()).error_bound(values_N)
+
 
 CODECS: list[ChunkCodec] = [
     Exact(),
@@ -31,6 +66,8 @@ CODECS: list[ChunkCodec] = [
     Blockwise4Bit(block=3),
     TopK(8),
     TopK(1),
+    MixedOfAnySize(Exact(), Uniform8Bit(), ScaledFloat16()),
+    MixedOfAnySize(TopK(8), Blockwise8Bit(), BFloat16(), Blockwise4Bit(block=3)),
 ]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 VALUES = st.one_of(
@@ -55,6 +92,10 @@ def there_and_back(codec: ChunkCodec, values: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def tensors_of(codec: ChunkCodec, elements: int) -> list[tuple[int, ChunkCodec]]:
+    return codec.tensors(elements) if isinstance(codec, MixedOfAnySize) else [(elements, codec)]
+
+
 @every_codec
 @given(numbers=VALUES)
 def test_what_comes_back_is_within_the_stated_bound(codec: ChunkCodec, numbers: list[float]) -> None:
@@ -67,10 +108,10 @@ def test_what_comes_back_is_within_the_stated_bound(codec: ChunkCodec, numbers: 
 def test_the_bound_is_no_excuse(codec: ChunkCodec) -> None:
     """It is of the size that the number of bits promises, not merely large enough."""
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    promised = {"exact": 0.0, "float16": 2.1e-3, "bfloat16": 2e-2, "top 8 of 256": 2.5, "top 1 of 256": 4.2}.get(
-        codec.name, 0.02 if "8" in codec.name else 0.35
-    )
-    assert float(codec.error_bound(values).max()) <= promised
+    known = {"exact": 0.0, "float16": 2.1e-3, "bfloat16": 2e-2, "top 8 of 256": 2.5, "top 1 of 256": 4.2}
+    tensors = tensors_of(codec, values.numel())
+    for found, (_, one) in zip(codec.error_bound(values).split([size for size, _ in tensors]), tensors, strict=True):
+        assert float(found.max()) <= known.get(one.name, 0.02 if "8" in one.name else 0.35)
 
 
 @every_codec
@@ -115,7 +156,8 @@ BITS = {"exact": 32, "float16": 16, "bfloat16": 16, "uniform 8 bit": 8, "blockwi
 
 @every_codec
 def test_bits_per_value(codec: ChunkCodec) -> None:
-    bits = BITS.get(codec.name, 4.5 if codec.name == "blockwise 4 bit, 64" else 16)
+    names = [one.name for _, one in tensors_of(codec, 1 << 20)]
+    bits = fmean(BITS.get(name, 4.5 if name == "blockwise 4 bit, 64" else 16) for name in names)
     assert 8 * codec.size_bytes(1 << 20) / (1 << 20) <= bits + 1e-3
 
 

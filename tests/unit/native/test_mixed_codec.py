@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hivemind.engine.native.codecs import Blockwise4Bit, Exact, ScaledFloat16, Uniform8Bit
+from lightning_hivemind.engine.native.codecs import (
+    BFloat16,
+    Blockwise4Bit,
+    Blockwise8Bit,
+    Exact,
+    ScaledFloat16,
+    TopK,
+    Uniform8Bit,
+)
 from lightning_hivemind.engine.native.codecs.mapping import SMALL, map_codec
 from lightning_hivemind.engine.native.codecs.mixed import Mixed, per_chunk
 from lightning_hivemind.errors import ArgumentError
@@ -18,7 +26,16 @@ from lightning_hivemind.errors import ArgumentError
 theirs = pytest.importorskip("hivemind.compression")
 TopKCompression = pytest.importorskip("lightning_hivemind.codecs").TopKCompression
 
-CODECS = [Exact(), ScaledFloat16(), Uniform8Bit(), Blockwise4Bit(block=3)]
+#: all that there are: each can be mixed with any other
+CODECS = [
+    Exact(),
+    ScaledFloat16(),
+    BFloat16(),
+    Uniform8Bit(),
+    Blockwise8Bit(block=5),
+    Blockwise4Bit(block=3),
+    TopK(8),
+]
 TENSORS = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(CODECS)), min_size=1, max_size=12)
 
 
@@ -32,18 +49,22 @@ def test_every_value_goes_through_the_codec_of_its_tensor(tensors: list, size: i
     values = torch.randn(sum(elements for elements, _ in tensors), generator=torch.Generator().manual_seed(seed))
     cut = spans(values.numel(), size)
     found, bounds = torch.full_like(values, math.nan), torch.full_like(values, math.nan)
+    leaves_out = [codec.leaves_out for elements, codec in tensors for _ in range(elements)]
     for span, codec in zip(cut, per_chunk(tensors, cut), strict=True):
         part = values[span]
         data = codec.encode(part)
         assert len(data) == codec.size_bytes(part.numel())
         codec.decode(memoryview(bytearray(data)), found[span])
         bounds[span] = codec.error_bound(part)
+        assert codec.leaves_out == any(leaves_out[span])
     assert bool(((found - values).abs() <= bounds).all())
     start = 0
     for elements, codec in tensors:
         own = slice(start, start + elements)
         if isinstance(codec, Exact):
             assert torch.equal(found[own], values[own])
+        elif isinstance(codec, BFloat16):
+            assert torch.equal(found[own], values[own].bfloat16().float())
         elif isinstance(codec, ScaledFloat16) and elements:
             assert float(bounds[own].max()) < 0.01, "the bound of a neighbour's codec"
         start += elements
@@ -56,9 +77,9 @@ def test_chunks_within_one_tensor_and_of_equal_neighbours_need_no_mixture() -> N
 
 
 def test_a_value_that_is_not_finite_is_never_hidden() -> None:
-    codec = Mixed([(10, Uniform8Bit()), (10, Exact()), (10, ScaledFloat16())])
-    for at in (3, 13, 23):
-        values, out = torch.ones(30), torch.zeros(30)
+    codec = Mixed([(10, one) for one in CODECS])
+    for at in range(3, 10 * len(CODECS), 10):
+        values, out = torch.ones(10 * len(CODECS)), torch.zeros(10 * len(CODECS))
         values[at] = math.nan
         codec.decode(memoryview(bytearray(codec.encode(values))), out)
         assert not bool(torch.isfinite(out).all())

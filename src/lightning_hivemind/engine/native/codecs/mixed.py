@@ -40,7 +40,8 @@ class Mixed:
             codec.decode(data[encoded.start : encoded.start + codec.size_bytes(part.numel())], part)
 
     def error_bound(self, values_N: Tensor) -> Tensor:
-        return torch.cat([codec.error_bound(values_N[elements]) for elements, _, codec in self._parts()])
+        bounds = [codec.error_bound(values_N[elements]) for elements, _, codec in self._parts()]
+        return torch.cat(bounds) if bounds else torch.zeros(0)
 
     def _parts(self) -> Iterator[tuple[slice, slice, ChunkCodec]]:
         """Where each run lies among the elements, and among the bytes."""
