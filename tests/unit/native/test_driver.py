@@ -117,9 +117,9 @@ class Trainee:
 class Run:
     """Some peers of one run, all at its root."""
 
-    def __init__(self, names: list[str], layout: Layout, *, secure: bool, stall_s: float = 5.0) -> None:
+    def __init__(self, names: list[str], layout: Layout, *, secure: bool) -> None:
         self.layout, self.town = layout, Town(secure=secure)
-        settings = Settings(run="run", target_samples=TARGET, chunks=layout.chunks, stall_s=stall_s)
+        settings = Settings(run="run", target_samples=TARGET, chunks=layout.chunks)
         self.trainees = {name: Trainee(name) for name in names}
         self.drivers: dict[str, Driver] = {}
         root = Head.root("run", "founder")
@@ -546,14 +546,14 @@ def test_who_is_late_gets_the_bytes_that_were_committed_whatever_the_others_do_w
 ) -> None:
     """More than fits into the kernel's buffers: what waits to be sent is the memory in which the average is."""
     *quick, slow = by_rank(["a", "b", "c"], "run")  # who leads hears of nothing either, while it reads nothing
-    run = Run(["a", "b", "c"], layout_of(12 << 20), secure=secure, stall_s=60.0)  # the others may be slow to go on
+    run = Run(["a", "b", "c"], layout_of(12 << 20), secure=secure)
     runs.append(run)
     late, go_on = run.drivers[slow], threading.Event()
     arrived = late.arrived
 
     def slowly(peer: str, header: Header, payload: memoryview | None) -> None:
         if header.kind is Kind.RESULT:
-            go_on.wait(10.0)
+            go_on.wait(1.0)  # for each of sixteen; a connection that nobody reads for two seconds is dead
         arrived(peer, header, payload)
 
     give = run.trainees[slow].give

@@ -157,7 +157,7 @@ class Side:
 
     def hand_over(self) -> None:
         """As if the line were slow."""
-        self.trainee.parcel = Parcel(torch.randn(LAYOUT.elements), 8, 0)
+        self.trainee.parcel = Parcel(torch.randn(LAYOUT.elements), 8, 0, 1)
         self.has_slow_line(True)
 
     def has_slow_line(self, slow: bool) -> None:

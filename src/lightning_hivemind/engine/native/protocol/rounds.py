@@ -246,7 +246,7 @@ class Rounds:
 
     def on_ended(self, sender: PeerId, message: Ended, now: float) -> None:
         joined, inquiry = self._joined, self.inquiry(message.round)
-        self.trailing.gone(message.round, sender)
+        self.trailing.gone(message.round, sender, now)
         if joined is None or joined.round != message.round:
             return
         if sender == joined.coordinator or (inquiry is not None and message.aborted):

@@ -81,15 +81,19 @@ class Trailing:
             else:
                 self.clear()
 
-    def gone(self, round_id: RoundId, peer: PeerId) -> None:
-        """``peer`` has no results of that round any more, and nothing of it is on its way."""
+    def gone(self, round_id: RoundId, peer: PeerId, now: float) -> None:
+        """``peer`` has sent all that it had of that round, and keeps nothing: so it answers whenever it is asked.
+
+        (That may have overtaken what comes over another connection, and is still to be read.)
+        """
         late = self._rounds.get(round_id)
-        if late is not None and peer in late.member.owed():
+        owes = late is not None and peer in late.member.owed()
+        if late is not None and owes and now - late.member.heard_at(peer) >= 2 * self._settings.resend_s:
             self.clear()
 
     def lost(self, peer: PeerId) -> None:
-        for round_id in list(self._rounds):
-            self.gone(round_id, peer)
+        if any(peer in late.member.owed() for late in self._rounds.values()):
+            self.clear()
 
     def tick(self, now: float) -> None:
         """Ask again for what is owed, and give up what does not come."""
