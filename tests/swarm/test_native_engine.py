@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from itertools import pairwise
+from statistics import median
 
 import pytest
 
@@ -207,14 +208,15 @@ def gave(peer: Peer) -> list[int]:
 
 def test_a_slow_peer_is_not_waited_for_and_still_contributes(swarm: Swarm) -> None:
     *_, slow = swarm.start(
-        3, peers=[{}, {}, {"delay_s": 0.6, "delay_from_batch": 3}], trainer=ENDLESS, delay_s=0.02,
+        3, peers=[{}, {}, {"delay_s": 1.0, "delay_from_batch": 3}], trainer=ENDLESS, delay_s=0.02,
         strategy={"target_batch_size": 64, "max_staleness": 30},
     )  # fmt: skip
-    slow.wait_until(lambda: len(slow.said("BatchAccumulated")) >= 12, timeout_s=90, what="it is known to be slow")
+    slow.wait_until(lambda: len(slow.said("BatchAccumulated")) >= 10, timeout_s=90, what="it is known to be slow")
     before = len(gave(slow))
-    slow.wait_until(lambda: len(gave(slow)) >= before + 6, timeout_s=90, what="it gives")
-    # (counted in steps: on a busy machine these take long, too)
-    assert max(after - before for before, after in pairwise(gave(slow))) >= 3, "the others waited for its batches"
+    slow.wait_until(lambda: len(gave(slow)) >= before + 7, timeout_s=90, what="it gives")
+    # in steps, one for each of its batches if these are waited for, and ten else; fewer on a busy machine
+    apart = [later - sooner for sooner, later in pairwise(gave(slow)[before - 1 :])]
+    assert median(apart) >= 2, f"the others waited for most of its batches: {apart}"
 
 
 def test_a_peer_alone_is_a_plain_trainer(swarm: Swarm) -> None:
