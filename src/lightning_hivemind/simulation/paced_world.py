@@ -164,10 +164,11 @@ class PacedWorld(World):
         for peer in self.everybody:
             if not peer.alive:
                 continue
-            key = tuple(map(id, peer.applied))
+            decided = peer.decided
+            key = tuple(map(id, decided))
             if key not in chains:
-                chains[key] = self._chain(peer.applied)
+                chains[key] = self._chain(decided)
             self._check_counts(peer, chains[key])
             if front is None or peer.head.outweighs(front.head):
                 front = peer
-        return chains[tuple(map(id, front.applied))] if front is not None else {}
+        return chains[tuple(map(id, front.decided))] if front is not None else {}
