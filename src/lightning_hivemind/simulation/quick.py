@@ -3,7 +3,9 @@
 One peer asks a few times per second who of n is next, which is nothing for it; n peers in one process ask n times as
 often, which is all that the process does. So the roster here keeps an order of ranks that all of them share, and sums
 that change with what is heard. And what is computed from one unchanging value at every peer (the head that a commit
-leads to, who contributes to a plan) is computed once. ``tests/unit/simulation`` compares runs with and without.
+leads to, who contributes to a plan) is computed once. ``tests/unit/simulation`` compares forecasts with and without.
+
+In both :class:`.PacedWorld` leaves out records by :meth:`QuickRoster.news`, which is not quite the same: see there.
 """
 
 from __future__ import annotations
@@ -84,7 +86,10 @@ class QuickRoster(Roster):
         super().moved(peers, parent, head, now, silent=silent)
 
     def news(self, peer: PeerId, place: Place) -> bool:
-        """Whether a record of ``peer`` would say anything that is not known here."""
+        """Whether a record of ``peer`` would say where it stands, or that it lives, and that is not known here.
+
+        It may say how many samples ``peer`` has, too. With such records a forecast is a little different.
+        """
         known = self._seen.get(peer)
         return known is None or (known.head, known.cuts) != (place.head, place.cuts) or not self.reaches(peer)
 

@@ -1,16 +1,23 @@
-"""The quick core answers as the protocol's own does, whatever it hears."""
+"""The quick core answers as the protocol's own does, whatever it hears; and so a forecast is the same with both."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+from dataclasses import replace
 
 import pytest
 
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head
+from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Plan
 from lightning_hivemind.engine.native.protocol.roster import FORGET_S, Place, Roster
 from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.simulation import forecast as forecast_module
+from lightning_hivemind.simulation.forecast import Forecast, forecast
+from lightning_hivemind.simulation.paced import PacedPeer
 from lightning_hivemind.simulation.quick import QuickRoster, Ranks, computed_once
+from lightning_hivemind.simulation.scenario import Scenario
 
 SETTINGS = Settings(run="run", target_samples=64, chunks=3)
 NAMES = [f"p{number}" for number in range(6)]
@@ -89,3 +96,41 @@ def test_properties_are_computed_once_and_put_back() -> None:
         assert commit.head == head
         assert commit.head is commit.head
     assert (vars(Commit)["head"], vars(Plan)["contributors"]) == before
+
+
+class PlainPeer(Peer):
+    """The protocol's own, and what :class:`.PacedWorld` asks of it: the same records are left out."""
+
+    wants_something = True
+
+    def would_learn(self, peer: str, place: Place) -> bool:
+        return QuickRoster.news(self._roster, peer, place)  # type: ignore[arg-type]
+
+
+def forecast_of(scenario: Scenario) -> tuple[Forecast, list[tuple[int, float]]]:
+    """With the time of each step."""
+    steps: list[tuple[int, float]] = []
+    found = forecast(scenario, lambda *step: steps.append(step))
+    return found, steps
+
+
+CHURN = Scenario(peers=8, parameters=200_000, batch_s=2.0, steps=10, churn_per_min=12.0, restart_s=5.0)
+LONG = Scenario(peers=12, parameters=1_000_000, steps=6, churn_per_min=20.0, restart_s=5.0, averaging_timeout=10.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scenario", [CHURN, LONG], ids=["short rounds", "long rounds"])
+def test_a_forecast_is_the_same_with_the_plain_core(
+    scenario: Scenario, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = replace(scenario, seed=seed)
+    quick = forecast_of(scenario)
+
+    def make_plain(peer: PacedPeer, tag: str) -> Peer:
+        return PlainPeer(peer.settings, peer.name, tag.encode(), reduces=peer.habits.reduces)
+
+    monkeypatch.setattr(PacedPeer, "_make_core", make_plain)
+    monkeypatch.setattr(forecast_module, "computed_once", contextlib.nullcontext)
+    assert forecast_of(scenario) == quick
+    assert quick[0].crashes > 3
+    assert quick[0].steps == scenario.steps
