@@ -10,7 +10,7 @@ import pytest
 from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Arrived
 from lightning_hivemind.engine.native.protocol.coordinator import Coordinator
 from lightning_hivemind.engine.native.protocol.lineage import Contribution, Head
-from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Done, Message, Missing
+from lightning_hivemind.engine.native.protocol.messages import Begin, Call, Decline, Done, Ended, Message, Missing
 from lightning_hivemind.engine.native.protocol.plan import Offer, make_plan
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.protocol.trailing import MOST, REMEMBERED
@@ -119,6 +119,25 @@ def test_results_that_will_not_come_are_given_up(ends: str) -> None:
         table.wait(SETTINGS.stall_s - 0.2)
         assert not seen(table, THIRD, Arrived)
         table.wait(0.3)
+    table.flow()
+    assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
+
+
+def test_that_results_are_not_kept_may_overtake_them() -> None:
+    """Where a peer has several connections. Who asks again is told again."""
+    table = slow_to_receive(THIRD)
+    table.train(**SAMPLES)
+    table.wait(SETTINGS.patience_s + 0.1)
+    (step,) = table.applied[THIRD]
+    over, late = Ended(round=step.round, reason="its results are not kept", aborted=False), table.peers[THIRD]
+    late.heard(step.round, FIRST, table.now)
+    late.receive(FIRST, over, table.now)
+    table.wait(SETTINGS.resend_s - 0.1)
+    late.receive(FIRST, over, table.now)
+    table.flow()
+    assert not seen(table, THIRD, Arrived)
+    table.wait(0.2)
+    late.receive(FIRST, over, table.now)
     table.flow()
     assert seen(table, THIRD, Arrived) == [Arrived(round=step.round, complete=False)]
 

@@ -82,13 +82,14 @@ class Trailing:
                 self.clear()
 
     def gone(self, round_id: RoundId, peer: PeerId, now: float) -> None:
-        """``peer`` has sent all that it had of that round, and keeps nothing: so it answers whenever it is asked.
+        """``peer`` has sent all that it had of that round, and keeps nothing: so it answers who asks.
 
-        (That may have overtaken what comes over another connection, and is still to be read.)
+        If something has come since it was asked, that has overtaken what comes over another of its connections.
         """
         late = self._rounds.get(round_id)
-        owes = late is not None and peer in late.member.owed()
-        if late is not None and owes and now - late.member.heard_at(peer) >= 2 * self._settings.resend_s:
+        if late is None or peer not in late.member.owed():
+            return
+        if now - late.member.heard_at(peer) >= self._settings.resend_s:
             self.clear()
 
     def lost(self, peer: PeerId) -> None:
