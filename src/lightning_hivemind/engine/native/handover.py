@@ -66,7 +66,7 @@ class Handover:
         self._decided: list[Decided] = []
         self._head: Head | None = None
         self._lost = self._refused = 0
-        self._doomed = 0  # samples that were dropped as too old for this peer's line; told once that is free
+        self._doomed = 0  # samples that would be too old once this peer's line is free; told then
         #: epochs whose round came to nothing, and why it did last
         self._untold: dict[int, str] = {}
         #: why its own part in rounds went wrong, since it was in a commit
@@ -183,9 +183,8 @@ class Handover:
 
     @property
     def can_hand_over(self) -> bool:
-        can = self._gives and self._gradients.can_be_carried
         with self.changed:
-            return can and not self._pace.stands_still(time.monotonic())
+            return self._gives and self._gradients.can_be_carried and not self._pace.stands_still(time.monotonic())
 
     def hand_over(self, takes_s: float) -> Parcel | None:
         if not self._gives or self.owes:
@@ -193,7 +192,9 @@ class Handover:
         with self.changed:
             steps = self._pace.steps_within(takes_s, time.monotonic())
         lost, parcel = self._gradients.hand_over(steps)
-        self._doomed += lost
+        if lost:
+            with self.changed:
+                self._handed.append(Handed("", lost, Outcome.TOO_OLD, 0.0))
         return parcel
 
     def hands_over_in(self, after_s: float, takes_s: float) -> None:
@@ -236,9 +237,8 @@ class Handover:
             self.changed.notify_all()
 
     def refused(self) -> None:
-        refused = self._gradients.refused()
         with self.changed:
-            self._refused += refused
+            self._refused += self._gradients.refused()
 
     def failed(self, reason: str) -> None:
         with self.changed:
