@@ -26,21 +26,16 @@ from statistics import median
 from bench_bars import at_most
 from bench_results import Run, report, write
 from bench_stats import markdown_table, number, summary
-from herd import Herd, Peer
+from herd import AFTER_S, BATCH_S, LINE_MBIT_S, USUAL_S, Herd, Peer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from swarm.namespaces import homes, why_no_homes
 from swarm.namespaces import run as run_command
 from swarm.phases import MOMENTS
 
-BATCH_S = 0.1
-#: of undisturbed training before each event, and in which its cost shows
-USUAL_S, AFTER_S = 6.0, 8.0
 FROZEN_S = 6.0
 #: within which who was thawed has to be in step again
 BACK_S = 30.0
-#: of the lines of peers that have networks of their own: no limit
-LINE_MBIT_S = 10_000.0
 #: within which a moment of a round comes: every peer is its coordinator now and then
 DOOMED_S = 60.0
 

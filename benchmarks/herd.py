@@ -19,8 +19,12 @@ from bench_spec import json_lines
 #: all have to come back at the end within so long
 END_S = 60.0
 START_S = 60.0
-#: samples
-BATCH = 4
+#: samples, and what a batch takes longer than it does where three are watched
+BATCH, BATCH_S = 4, 0.1
+#: of undisturbed training before something happens to such, and in which it shows
+USUAL_S, AFTER_S = 6.0, 8.0
+#: of the lines of peers that have networks of their own: no limit
+LINE_MBIT_S = 10_000.0
 WARM_STEPS = 10
 
 

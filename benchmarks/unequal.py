@@ -1,6 +1,6 @@
 """What a very slow peer, one with a slow line, and a busy machine cost the others.
 
-    python benchmarks/unequal.py    # ten minutes; writes benchmarks/results/unequal.md
+    python benchmarks/unequal.py    # a quarter of an hour; writes benchmarks/results/unequal.md
 
 Three peers train with ``engine="native"``. First one is twenty times slower than the others, then one has a line so
 slow that it takes several steps to send a gradient (each has a network of its own then, which needs root), and then
@@ -24,22 +24,17 @@ from statistics import mean
 from bench_bars import at_most, is_so
 from bench_results import Run, report, write
 from bench_stats import markdown_table, number
-from herd import BATCH, Herd, Peer
+from herd import AFTER_S, BATCH, BATCH_S, LINE_MBIT_S, USUAL_S, Herd, Peer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from swarm.namespaces import homes, why_no_homes
 
-BATCH_S = 0.1
 #: with a slow peer: what a batch of the others takes longer than it does, as how many of theirs its own, and the target
 QUICK_S, SLOWER, SLOW_TARGET = 0.02, 20.0, 128
-#: of the lines of peers that have networks of their own: no limit
-LINE_MBIT_S = 10_000.0
 #: of one slow line; it takes more than two steps to send a gradient, and its peer is allowed that
 SLOW_LINE_MBIT_S, SLOW_LINE_STALENESS = 1.0, 4
 #: steps that are measured without that peer, and beside it once it has shown itself slow
 SLOW_LINE_EPOCHS, SETTLED_S = 30, 20.0
-#: of undisturbed training before the machine is busy, and after a peer is gone
-USUAL_S, AFTER_S = 6.0, 8.0
 #: a step on a busy machine takes no longer, on the average
 STEP_S = 5.0
 

@@ -350,17 +350,13 @@ def _network(values: Values, peers_from: str) -> None:
         if not peers and not values["use_ipfs"]:
             wrong = "a client can only join, and there are no initial peers"
             raise refusal("client_mode", True, wrong, "give initial_peers (or set INITIAL_PEERS)")
+        accepts_none, fix = "a client (client_mode=True) accepts no connections", "leave it away on this peer"
         for name in ("host_maddrs", "announce_maddrs", "use_auto_relay"):
             if given := values[name]:
-                wrong = (
-                    "a client (client_mode=True) accepts no connections, so it has no address to listen at or announce"
-                )
-                raise refusal(name, given if given is True else list(given), wrong, "leave it away on this peer")
-        if values["load_state_compression"] is not None:
-            wrong = "a client (client_mode=True) accepts no connections, so nobody takes a state from it"
-            raise refusal(
-                "load_state_compression", values["load_state_compression"], wrong, "leave it away on this peer"
-            )
+                wrong = f"{accepts_none}, so it has no address to listen at or announce"
+                raise refusal(name, given if given is True else list(given), wrong, fix)
+        if (codec := values["load_state_compression"]) is not None:
+            raise refusal("load_state_compression", codec, f"{accepts_none}, so nobody takes a state from it", fix)
     if values["use_auto_relay"] and not values["use_relay"]:
         raise refusal("use_auto_relay", True, "needs relays, and use_relay=False forbids them", "set use_relay=True")
     if values["trusted_relays"] and not values["use_auto_relay"]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.engine.native.statistics import COUNTERS
+from lightning_hivemind.engine.native.statistics import has_mean
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.schedulers import refuse_plateau
 
@@ -75,8 +75,7 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
 
 def _check_extra_tensors(arguments: Arguments, strategy: Any) -> None:
     for one in strategy.extra_tensors:
-        counts = arguments.engine == "native" and one.dtype in COUNTERS and not one.dim()
-        if not one.is_floating_point() and not counts:
+        if not (has_mean(one) if arguments.engine == "native" else one.is_floating_point()):
             raise ArgumentError(
                 f"extra_tensors: one of {one.dtype}, with shape {tuple(one.shape)}, has no average. Give tensors of"
                 ' floating-point numbers (or, with engine="native", single counters of torch.int16, int32 or int64).'

@@ -104,11 +104,12 @@ class Chunks:
         It is asked for again, if it is wanted. Raises WireError: there can be no such chunk.
         """
         exchange = self._exchanges.get(header.round)
-        if exchange is None and header.kind is Kind.RESULT:  # of a round that this peer may be about to join
-            check_length(self._layout, self._codecs, header.chunk, header.length)
-            return None if header.round in self._over else self._early_room.take(header.length)
         if exchange is None:
-            return None
+            if header.kind is not Kind.RESULT:
+                return None
+            check_length(self._layout, self._codecs, header.chunk, header.length)
+            # of a round that this peer may be about to join
+            return None if header.round in self._over else self._early_room.take(header.length)
         if header.kind is Kind.INPUT:
             return exchange.room_for_input(header.chunk, peer, header.length)
         return exchange.room_for_result(header.chunk, header.version, peer, header.length)

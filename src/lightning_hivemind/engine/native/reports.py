@@ -31,7 +31,8 @@ class Reports:
     """
 
     def __init__(self, events: EventBus, *, target_samples: int, max_staleness: int) -> None:
-        self._events, self._target_samples, self._max_staleness = events, target_samples, max_staleness
+        self._events, self._target_samples = events, target_samples
+        self._too_old = f"they are older than max_staleness={max_staleness}"
         self._slow_line = f"this peer's line takes longer to send them than max_staleness={max_staleness} allows"
         self._num_peers, self._announced = 1, -1
 
@@ -87,8 +88,7 @@ class Reports:
 
     def lost(self, epoch: int, samples: int, *, left_behind: bool, slow_line: bool) -> None:
         """Samples of this peer are in no step, and will be in none."""
-        old = f"they are older than max_staleness={self._max_staleness}"
-        reason = LEFT_BEHIND if left_behind else self._slow_line if slow_line else old
+        reason = LEFT_BEHIND if left_behind else self._slow_line if slow_line else self._too_old
         self._events.emit(RoundMissed(epoch=epoch, samples_lost=samples, reason=reason))
 
     def refused(self, epoch: int, samples: int) -> None:

@@ -21,6 +21,11 @@ ROUNDING = 1e-4
 COUNTERS = (torch.int16, torch.int32, torch.int64)
 
 
+def has_mean(tensor: Tensor) -> bool:
+    """Whether the mean of several peers' means anything."""
+    return tensor.is_floating_point() or (tensor.dtype in COUNTERS and not tensor.dim())
+
+
 class Statistics:
     """``tensors`` of floating point, of any shape and device, and counters; others stay each peer's ``own``.
 
@@ -37,7 +42,7 @@ class Statistics:
 
     def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False, moments: Sequence[Tensor] = ()) -> None:
         self.carries, self.moments = carries, len(moments)
-        averaged = [one.is_floating_point() or (one.dtype in COUNTERS and not one.dim()) for one in tensors]
+        averaged = [has_mean(one) for one in tensors]
         self.tensors = [*compress(tensors, averaged), *moments]
         self.own = [one for one, is_averaged in zip(tensors, averaged, strict=True) if not is_averaged]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
