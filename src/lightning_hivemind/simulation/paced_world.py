@@ -66,7 +66,7 @@ class PacedWorld(World):
 
             def read() -> None:
                 for other in self.everybody:
-                    if other.alive and other is not peer and other.quick.would_learn(peer.name, place):
+                    if other.alive and other is not peer:
                         other.core.saw(peer.name, place, self.now)
                         if other.quick.wants_something:  # most records lead to nothing
                             other.carry_out()

@@ -4,8 +4,6 @@ One peer asks a few times per second who of n is next, which is nothing for it; 
 often, which is all that the process does. So the roster here keeps an order of ranks that all of them share, and sums
 that change with what is heard. And what is computed from one unchanging value at every peer (the head that a commit
 leads to, who contributes to a plan) is computed once. ``tests/unit/simulation`` compares forecasts with and without.
-
-In both :class:`.PacedWorld` leaves out records by :meth:`QuickRoster.news`, which is not quite the same: see there.
 """
 
 from __future__ import annotations
@@ -85,14 +83,6 @@ class QuickRoster(Roster):
         self._sum_head = None
         super().moved(peers, parent, head, now, silent=silent)
 
-    def news(self, peer: PeerId, place: Place) -> bool:
-        """Whether a record of ``peer`` would say where it stands, or that it lives, and that is not known here.
-
-        It may say how many samples ``peer`` has, too. With such records a forecast is a little different.
-        """
-        known = self._seen.get(peer)
-        return known is None or (known.head, known.cuts) != (place.head, place.cuts) or not self.reaches(peer)
-
     def living(self) -> list[PeerId]:
         if self._living is None:
             self._living = super().living()
@@ -143,10 +133,6 @@ class QuickPeer(Peer):
     def wants_something(self) -> bool:
         """Whether :meth:`take` has anything."""
         return bool(self._out)
-
-    def would_learn(self, peer: PeerId, place: Place) -> bool:
-        """See :meth:`QuickRoster.news`."""
-        return self._roster.news(peer, place)
 
 
 @contextmanager

@@ -99,12 +99,9 @@ def test_properties_are_computed_once_and_put_back() -> None:
 
 
 class PlainPeer(Peer):
-    """The protocol's own, and what :class:`.PacedWorld` asks of it: the same records are left out."""
+    """The protocol's own, and what :class:`.PacedWorld` asks of it."""
 
     wants_something = True
-
-    def would_learn(self, peer: str, place: Place) -> bool:
-        return QuickRoster.news(self._roster, peer, place)  # type: ignore[arg-type]
 
 
 def forecast_of(scenario: Scenario) -> tuple[Forecast, list[tuple[int, float]]]:
