@@ -8,7 +8,10 @@ Status 1 if a bar does not hold, or was not measured.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 
 from bench_bars import Bar, cells_of
 from bench_results import RESULTS
@@ -27,12 +30,13 @@ BENCHMARKS = {
     "soak-calm": "python benchmarks/soak.py --every 0",
     "soak": "python benchmarks/soak.py",
     **{
-        f"soak-{codec}": f"python benchmarks/soak.py --peers 4 --minutes 4 --codec {codec}"
+        f"soak-{codec}": f"python benchmarks/soak.py --peers 6 --minutes 4 --codec {codec}"
         for codec in (
             "Float16Compression",
             "BFloat16Compression",
             "Uniform8BitQuantization",
             "Quantile8BitQuantization",
+            "BlockwiseQuantization",
             "Blockwise4BitQuantization",
             "TopKCompression",
             "SizeAdaptive",
@@ -40,6 +44,16 @@ BENCHMARKS = {
         )
     },
 }
+
+
+@cache
+def changes_since(commit: str) -> str:
+    """Commits to the package since then; ``?`` where git does not know."""
+    source, counts = Path(__file__).resolve().parents[1] / "src", []
+    for one in commit.split(";"):
+        command = ["git", "-C", str(source), "rev-list", "--count", f"{one.strip(' +')}..HEAD", "--", "."]
+        counts.append(subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "?")
+    return "; ".join(counts)
 
 
 def main() -> int:
@@ -51,13 +65,14 @@ def main() -> int:
         if name in BENCHMARKS and not content.get("bars"):
             unknown += 1
             never = Bar(what=f"all of {name}", bar="", found="never run, or before there were bars", holds=None)
-            rows.append([*cells_of(never), f"`{BENCHMARKS[name]}`", content.get("commit", "")])
+            rows.append([*cells_of(never), f"`{BENCHMARKS[name]}`", content.get("commit", ""), ""])
         for one in content.get("bars", []):
             bar = Bar(**one)
             missed += bar.holds is False
             unknown += bar.holds is None
-            rows.append([*cells_of(bar), f"`{content['command']}`", content["commit"]])
-    heads = ["bar", "asked for", "found", "holds", "measured by", "commit"]
+            commit = content["commit"]
+            rows.append([*cells_of(bar), f"`{content['command']}`", commit, changes_since(commit)])
+    heads = ["bar", "asked for", "found", "holds", "measured by", "commit", "commits to src since"]
     counts = f"{len(rows)} bars, {missed} do not hold, {unknown} were not measured."
     text = "\n".join(["# Bars", "", counts, "", markdown_table(heads, rows), ""])
     print(text)

@@ -36,8 +36,8 @@ class Joiner:
         quiet_s: the same with nobody else there.
         states: states that the joiner has taken until it was ready.
         join_s: from its first question for a state to being ready to train.
-        step_s: of peer 0, median before the joiner started.
-        longest_s: its longest step from the joiner's first question on.
+        step_s: of the two, median before the joiner started.
+        longest_s: their longest step from the joiner's first question on.
         starting_s: the same from the start of the joiner's process on, which computes on the same cores as the others.
         failure: why there is nothing to read; the numbers are NaN then.
     """
@@ -90,7 +90,7 @@ def run_joiner(millions: int, keep: Path | None = None) -> Joiner:
         return Joiner(copy_s=copy_s, quiet_s=quiet_s, failure=str(error) or repr(error))
     finally:
         stop_all(peers)
-    steps = json_lines(folder / "marks-0.jsonl")
+    steps = [json_lines(folder / f"marks-{index}.jsonl") for index in range(spec.peers)]
     events = json_lines(folder / f"events-{spec.peers}.jsonl")
     if keep is None:
         shutil.rmtree(folder)
@@ -98,7 +98,8 @@ def run_joiner(millions: int, keep: Path | None = None) -> Joiner:
     loaded = [one for one in events if one["event"] == "StateLoaded" and one["time"] <= ready]
     if not loaded:
         return Joiner(copy_s=copy_s, quiet_s=quiet_s, failure="the joiner was ready without a state")
-    spans = [(after["time"] - before["time"], after["time"]) for before, after in pairwise(steps)]
+    pairs = [pair for own in steps for pair in pairwise(own)]
+    spans = [(after["time"] - before["time"], after["time"]) for before, after in pairs]
     asked = loaded[0]["time"] - loaded[0]["duration_s"]
     return Joiner(
         copy_s=copy_s,
@@ -182,8 +183,8 @@ def joiner_table(found: Sequence[tuple[int, Joiner]]) -> str:
         " starts. *copy*: as many bytes once over TLS between two other processes, in the same repeat: while the two"
         " train, as the joiner has it, and before they do (*quiet*)."
         " *join*: from its first question for a state until it is ready to train, however many states it takes; a step"
-        " of the others is allowed for, and taken off in the ratio. *step*: of the first peer, before, median."
-        " *longest step*: its, from that question on; *starting*: from the start of the third's process on, which"
+        " of the others is allowed for, and taken off in the ratio. *step*: of those two, before, median."
+        " *longest step*: theirs, from that question on; *starting*: from the start of the third's process on, which"
         " makes its model on the same cores. Seconds, median (range) over repeats."
     )
     rows = []

@@ -2,12 +2,13 @@
 
     python benchmarks/soak.py --every 0       # nothing happens; writes benchmarks/results/soak-calm.md
     python benchmarks/soak.py                 # eight peers, ten minutes, an event every five seconds; writes soak.md
-    python benchmarks/soak.py --codec Uniform8BitQuantization --no-write
+    python benchmarks/soak.py --codec Uniform8BitQuantization --peers 6 --minutes 4
 
 An event kills a random peer, or freezes it for six seconds. A killed one is started again after twenty. In the first
-and the last minute nothing happens. The loss at equal steps is compared with that of the last run without events.
-Status 1 if the swarm made no step for long, if parameters were unlike at one step, if a sample was counted twice, if a
-peer took more and more memory, descriptors or threads, or did not end well.
+and the last minute nothing happens, nor while fewer than three peers are left. The loss at equal steps is compared
+with that of the last run without events. Status 1 if the swarm made no step for long, if parameters were unlike at
+one step, if a sample was counted twice, if a peer took more and more memory, descriptors or threads, or did not end
+well.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def main() -> int:
         ["held-out loss, all that lived at the end", ", ".join(number(one) for one in found["held_out"])],
         ["wrong", "; ".join(wrong) or "nothing"],
     ]
-    what = f"{options.peers} peers, an event every {options.every:g} s, {options.codec or 'no compression'}"
+    what = f"{options.peers} peers, {_how_often(soak, 60 * options.minutes)}, {options.codec or 'no compression'}"
     bars = [
         is_so(f"{what}: steps with unlike parameters", "0", str(len(found["unlike"])), holds=not found["unlike"]),
         is_so(f"{what}: hangs, leaks, bad ends", "none", "; ".join(wrong) or "none", holds=not wrong),
@@ -232,6 +233,12 @@ def main() -> int:
     if options.write:
         write(name if options.every else f"{name}-calm", text, facts, bars, found=found)
     return 1 if wrong else 0
+
+
+def _how_often(soak: Soak, seconds: float) -> str:
+    """One event after another, while there were any."""
+    count = sum(soak.events.values())
+    return f"an event every {(seconds - 2 * SETTLED_S) / count:.1f} s" if count else "no events"
 
 
 def loss_ratio(found: Sequence[float], calm: Sequence[float]) -> float:

@@ -101,9 +101,9 @@ class Arguments:
     the rounds time out though no peer left; lower it if one slow peer holds up the others for too long."""
 
     allreduce_timeout: float = _argument(None, check.optional(check.positive))
-    """Seconds of a round: who is not done then is left out, and the others have half as long again. (With
-    ``engine="hivemind"`` of one attempt at exchanging data.) Lower it to leave time for a second attempt. ``None``:
-    ``averaging_timeout``."""
+    """Seconds of a round: if any peer has the whole average then, who has not is left out; else it comes to nothing.
+    (With ``engine="hivemind"`` of one attempt at exchanging data.) Lower it to leave time for a second attempt.
+    ``None``: ``averaging_timeout``."""
 
     next_chunk_timeout: float = _argument(None, check.optional(check.positive))
     """Seconds that a peer may be silent within a round, or while it gives its state, before it is left out. Raise it if

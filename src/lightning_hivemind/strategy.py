@@ -346,7 +346,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
                 self.events.subscribe(JsonLinesSubscriber(path))
             except OSError as error:
                 raise ArgumentError(
-                    f"events_path or LIGHTNING_HIVEMIND_EVENTS={str(path)!r}: cannot be written: {error}. Nothing was"
+                    f"LIGHTNING_HIVEMIND_EVENTS={str(path)!r}: cannot be written: {error}. Nothing was"
                     " started. Name a file in a writable directory."
                 ) from error
             self._events_to_file = True

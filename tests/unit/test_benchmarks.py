@@ -247,7 +247,7 @@ class TestBars:
     @pytest.mark.parametrize(
         ("values", "holds", "found"),
         [
-            ([1.0, 2.0, 9.0], True, "2.00 s (1.00 to 9.00)"),
+            ([1.0, 2.0, 9.0], True, "2.00 s (1.00 to 9.00); 2 of 3 within"),
             ([2.1], False, "2.10 s"),
             ([math.nan], None, "not measured"),
         ],
@@ -264,9 +264,9 @@ class TestBars:
         turns = [turn(spec[NATIVE], repeat, 0.02 * (1 + repeat)) for repeat in range(3)]
         turns += [turn(spec[STOCK_SIZED], repeat, 0.1 * (1 + repeat)) for repeat in range(3)]
         shortest, stock, sized = bars_of_turns(turns)
-        assert (shortest.found, shortest.holds) == ("0.0400 s (0.0200 to 0.0600)", True)
+        assert (shortest.found, shortest.holds) == ("0.0400 s (0.0200 to 0.0600); 3 of 3 within", True)
         assert (stock.found, stock.holds) == ("not measured", None)
-        assert (sized.found, sized.holds) == ("0.200 (0.200 to 0.200)", True)
+        assert (sized.found, sized.holds) == ("0.200 (0.200 to 0.200); 3 of 3 within", True)
         assert bars_of_turns([turn(step_specs(2, 0.2)[1], 0, 0.8)]) == [], "not of the shortest step"
 
     def test_where_stock_hivemind_makes_no_step_in_its_window_it_needs_that_long_at_least(self) -> None:
@@ -277,6 +277,8 @@ class TestBars:
         _, stock, sized = bars_of_turns([turn(spec[NATIVE], 0, 0.02), none, broken])
         assert stock.holds is None
         assert sized.found == number(0.02 / spec[STOCK_SIZED].window_s)
+        assert "no whole step" in sized.what, "it is a bound"
+        assert "no whole step" not in stock.what
 
     def test_averaging_has_a_bar_for_every_claim(self) -> None:
         specs = {one.contender: one for one in averaging_specs(50, peers=4)}
@@ -310,7 +312,7 @@ class TestBars:
         assert plain({"a": [math.nan, math.inf, 0.12345678], "time": 1}) == {"a": [None, None, 0.123457]}
 
     def test_a_measurement_that_failed_is_told(self) -> None:
-        assert at_most("what", 2.0, [1.0, math.nan, 3.0]).found == "2.00 (1.00 to 3.00); 1 of 3 failed"
+        assert at_most("what", 2.0, [1.0, math.nan, 3.0]).found == "2.00 (1.00 to 3.00); 1 of 3 failed; 1 of 3 within"
 
     @pytest.mark.parametrize("holds", [True, None, False])
     def test_bars_that_were_written_are_in_the_table_of_all(
@@ -330,6 +332,8 @@ class TestBars:
         lines = (tmp_path / "bars.md").read_text().splitlines()
         assert f"2 bars, {int(holds is False)} do not hold, {int(holds is None)} were not measured." in lines
         assert [line.split("|")[1].strip() for line in lines if facts["commit"] in line] == ["one", "other"]
+        behind = {line.split("|")[7].strip() for line in lines if facts["commit"] in line}
+        assert behind == {bars.changes_since(facts["commit"])}
         (tmp_path / "a.json").unlink()
         assert bars.main() == 1
         assert "| all of a |" in (tmp_path / "bars.md").read_text()

@@ -511,14 +511,6 @@ def test_who_loses_track_forgets_what_it_carries(gradients: Gradients) -> None:
     assert gradients.give() is None
 
 
-def test_where_no_gradient_may_be_old_none_is_handed_over() -> None:
-    strict = Gradients("me", parameters(), Statistics([]), max_staleness=0)
-    add(strict, 1.0, 10)
-    assert not strict.can_be_carried
-    assert strict.hand_over(0) == (0, None)
-    assert not strict.carry(Parcel(torch.ones(12), 30, 0, 1))
-
-
 def test_what_a_round_had_already_is_given_to_rounds_only(gradients: Gradients) -> None:
     """Only who gave it hears whether that round has it after all."""
     add(gradients, 1.0, 10)

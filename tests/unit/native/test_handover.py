@@ -267,7 +267,9 @@ def no_space(*_: int) -> None:
 
 
 @pytest.mark.parametrize("full", ["", "nearly", "since it was asked"])
-def test_more_than_there_is_room_for_are_a_debt(few: Desk, full: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_there_is_room_for_are_a_debt(
+    few: Desk, full: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     room = 5 if full else 8
     if full == "nearly":
         monkeypatch.setattr("lightning_hivemind.engine.native.spill.LEFT_BYTES", 1 << 60)
@@ -277,6 +279,7 @@ def test_more_than_there_is_room_for_are_a_debt(few: Desk, full: str, monkeypatc
     assert not few.handover.owes
     commits.append(few.commit())
     assert few.handover.owes
+    assert ("no room for an average" in caplog.text) == bool(full), "a full disk is told"
     assert few.handover.next_step(ROOT) is None
     made = few.handover.next_step(commits[0].head)
     assert made is not None

@@ -305,7 +305,7 @@ class Gradients:
     @property
     def can_be_carried(self) -> bool:
         """Whether the values of several peers have a mean that is one peer's: not factors, nor changes since a step."""
-        return self._low_rank is None and not self._local and self._max_staleness > 0
+        return self._low_rank is None and not self._local
 
     @property
     def was_given(self) -> bool:

@@ -7,7 +7,6 @@ goes on from that; see :mod:`.content`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -174,8 +173,10 @@ class Donor:
         """Copy what somebody fetches, so that the step that will change it need not."""
         for content in at_risk if at_risk and self._changes() else ():
             if content.is_at_risk:  # still
-                with contextlib.suppress(Exception):  # :meth:`.Content.change` says so
+                try:
                     content.copy()
+                except Exception:  # the step tries again, and warns: :meth:`.Content.change`
+                    log.debug("no copy of this peer's state can be made yet", exc_info=True)
 
     def _keep(self, copy: Snapshot, waiting: Mapping[PeerId, bytes], now: float) -> None:
         self._readers.update({peer: (copy.key, download, now) for peer, download in waiting.items()})

@@ -69,7 +69,8 @@ class Lanes:
             self._connecting = True
         try:
             threading.Thread(target=self._run, name=f"to {self._reach.peer[-6:]}, too", daemon=True).start()
-        except RuntimeError:  # as many threads as there may be: one connection will do
+        except RuntimeError as error:  # as many threads as there may be: one connection will do
+            log.debug("no further connection to %s: %s", self._reach.peer, why(error))
             self._not_now()
 
     def _run(self) -> None:

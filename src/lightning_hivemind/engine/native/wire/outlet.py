@@ -5,17 +5,20 @@ Where the line is long, what is long goes over several connections (:mod:`.lanes
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import Follower, pieces, wake, write
+from lightning_hivemind.engine.native.wire.connection import Follower, pieces, wake, why, write
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
 from lightning_hivemind.engine.native.wire.sink import Payload
+
+log = logging.getLogger("lightning_hivemind")
 
 #: bytes of chunks for one of a state: who takes a state must keep up with the rounds meanwhile, or take another one
 CHUNKS_SHARE = 3
@@ -146,8 +149,8 @@ class Outlet:
                         write(sock, *message)
                     write(sock, *piece)
                     waits = True  # a message does not wait for one that came later
-        except OSError:
-            pass  # connected again, or found to be gone, by the caller
+        except OSError as error:  # connected again, or found to be gone, by the caller
+            log.debug("the connection to %s broke: %s", self.reach.peer, why(error))
         finally:
             self._sent(header)  # or lost
 
@@ -159,8 +162,8 @@ class Outlet:
                 header, payload = self._next_long(header)
                 for piece in pieces(header, payload):
                     write(sock, *piece)
-        except OSError:
-            pass
+        except OSError as error:
+            log.debug("a further connection to %s broke: %s", self.reach.peer, why(error))
         finally:
             self._sent(header)
 
