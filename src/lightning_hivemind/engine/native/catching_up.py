@@ -69,7 +69,7 @@ class CatchingUp:
         Raises:
             StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
         """
-        parts, began = self._parts, time.monotonic()
+        began = time.monotonic()
         problem, tried = "no peer shares its state", self._since is not None
         if self._since is None:
             self._since = self._said = began
@@ -86,20 +86,30 @@ class CatchingUp:
             except StateError as failure:
                 found, news, problem = None, False, str(failure)
             if found is not None:
-                if parts.handover.settle(found):
-                    self.settled()
-                if news:
-                    self._since = None
-                    self._no_news_s = NO_NEWS_S
-                    self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))
-                else:  # the swarm is a step ahead of its donors' parameters
-                    time.sleep(self._no_news_s)
-                    self._no_news_s = min(2 * self._no_news_s, PAUSE_S)
+                self._took(found, began, news=news)
                 return found
             self._events.emit(StateUnavailable(epoch=head.epoch, reason=problem, action="trying again"))
             time.sleep(PAUSE_S)
-        if self._training.should_abort():
-            return head
+        return head if self._training.should_abort() else self._without(head, problem)
+
+    def settled(self) -> None:
+        """This peer is where the swarm is: for a state that it needs later it waits anew."""
+        self._stands = self._since = None
+
+    def _took(self, found: Head, began: float, *, news: bool) -> None:
+        """A state is installed; ``news``: it is another one than was here."""
+        if self._parts.handover.settle(found):
+            self.settled()
+        if news:
+            self._since = None
+            self._no_news_s = NO_NEWS_S
+            self._events.emit(StateLoaded(epoch=found.epoch, duration_s=time.monotonic() - began))
+        else:  # the swarm is a step ahead of its donors' parameters
+            time.sleep(self._no_news_s)
+            self._no_news_s = min(2 * self._no_news_s, PAUSE_S)
+
+    def _without(self, head: Head, problem: str) -> Head:
+        """No state has come: go on from this peer's own, unless that would part it from the swarm."""
         if self._donors():
             raise StateError(
                 f"this peer could not download the swarm's state in {self._a.load_state_timeout:.0f} s"
@@ -108,7 +118,7 @@ class CatchingUp:
         reason = "nobody is there"
         if self._out_of_reach - set(self._records.auxiliaries):
             reason = "all that train are clients, as this peer is" if self._a.client_mode else "no connection to any"
-            swarm = parts.driver.status.head
+            swarm = self._parts.driver.status.head
             if swarm is not None and swarm.epoch > head.epoch:
                 raise StateError(
                     f"this peer is at epoch {head.epoch}, the swarm at {swarm.epoch}, and nobody can give it the"
@@ -116,10 +126,6 @@ class CatchingUp:
                     " (not in client_mode). Nothing was changed here."
                 )
         return self._go_on(head, reason, gives_up=self._nobody_has_it())
-
-    def settled(self) -> None:
-        """This peer is where the swarm is: for a state that it needs later it waits anew."""
-        self._stands = self._since = None
 
     def _go_on(self, head: Head, reason: str, *, gives_up: bool = False) -> Head:
         self._since = None
