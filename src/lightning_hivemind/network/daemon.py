@@ -29,6 +29,7 @@ from lightning_hivemind.network import diagnosis
 from lightning_hivemind.network.answers import survive_late_answers
 from lightning_hivemind.network.forking import kept_from_children
 from lightning_hivemind.network.identity import IdentityLock, check_identity, without_self
+from lightning_hivemind.network.inherited import not_inherited
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child
 from lightning_hivemind.network.neighbours import keep_neighbours
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
@@ -148,6 +149,7 @@ class PeerNetwork:
             self._sockets = SocketDirectory.create()
             self._join(self._sockets, peers, began, list(without))
             self._identity.take()  # a new one is there only now
+            not_inherited(self._identity)  # but by the DHT process, which ends with this one
             self._peer_id, self._daemon_pid, addresses = self._call(_describe)
             self._call(keep_neighbours)
             self._sockets.note_listener()

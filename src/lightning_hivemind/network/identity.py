@@ -99,6 +99,11 @@ class IdentityLock:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+        self.close()
+
+    def close(self) -> None:
+        """Hold it no longer in this process; those that were forked from it, or of which it is a fork, may."""
+        if self._file is not None:
             os.close(self._file)
             self._file = None
 

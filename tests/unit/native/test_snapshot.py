@@ -13,7 +13,14 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.ranges import digest_of
-from lightning_hivemind.engine.native.state.snapshot import Description, install, read_description, take_state
+from lightning_hivemind.engine.native.state.snapshot import (
+    Description,
+    can_stay,
+    install,
+    read_description,
+    state_bytes,
+    take_state,
+)
 from lightning_hivemind.engine.native.trail import Trail
 from lightning_hivemind.errors import StateError
 
@@ -101,6 +108,63 @@ def test_who_takes_a_state_goes_on_bit_for_bit_as_who_gave_it(kind: Kind, steps:
     train(donor, 3, seed=7)
     train(joiner, 3, seed=7)
     assert contents(donor) == contents(joiner)
+
+
+LAYOUTS: dict[str, tuple[torch.dtype, Kind]] = {
+    "fused AdamW": (torch.float32, lambda params: AdamW(params, lr=0.1, fused=True)),
+    "half the precision": (torch.bfloat16, lambda params: SGD(params, lr=0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("layout", ["channels last", "transposed"])
+@pytest.mark.parametrize("which", LAYOUTS)
+def test_what_the_optimizer_keeps_lies_in_memory_as_its_parameter_does(which: str, layout: str) -> None:
+    """Fused optimizers look at memory only; and rounding may depend on the order."""
+    dtype, kind = LAYOUTS[which]
+
+    def make(seed: int) -> Optimizer:
+        torch.manual_seed(seed)
+        weights = torch.randn(16, 8, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        return kind([torch.nn.Parameter(weights if layout == "channels last" else weights.flatten(1).T)])
+
+    def train_equally(optimizer: Optimizer) -> None:
+        torch.manual_seed(7)
+        for _ in range(20):
+            for one in owned(optimizer):
+                one.grad = torch.empty_like(one).copy_(torch.randn(one.shape))
+            optimizer.step()
+
+    donor, joiner = make(1), make(2)
+    assert not owned(donor)[0].is_contiguous()
+    train(donor, 2)
+    transfer(donor, joiner, [], [])
+    train_equally(donor)
+    train_equally(joiner)
+    assert contents(joiner) == contents(donor)
+
+
+def test_what_sparse_gradients_have_left_is_given_as_plain_tensors() -> None:
+    """A momentum of an embedding, with local updates."""
+
+    def make(seed: int) -> Optimizer:
+        torch.manual_seed(seed)
+        return SGD([torch.nn.Parameter(torch.randn(5, 3))], lr=0.1, momentum=0.9)
+
+    def train_sparse(optimizer: Optimizer) -> None:
+        (one,) = owned(optimizer)
+        one.grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 3), (5, 3), check_invariants=True)
+        optimizer.step()
+
+    donor, joiner = make(1), make(2)
+    train_sparse(donor)
+    (kept,) = (entry["momentum_buffer"] for entry in donor.state.values())
+    assert kept.is_sparse
+    assert not can_stay(donor)
+    transfer(donor, joiner, [], [])
+    assert state_bytes(donor, [], []) == state_bytes(joiner, [], [])
+    for one in (donor, joiner):
+        train_sparse(one)
+    assert torch.equal(owned(donor)[0], owned(joiner)[0])
 
 
 def test_what_the_taker_had_learned_itself_is_gone() -> None:

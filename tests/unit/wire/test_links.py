@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_hivemind.engine.native.wire import lanes
@@ -27,6 +28,7 @@ from lightning_hivemind.engine.native.wire.speed import Line
 from lightning_hivemind.engine.native.wire.tls import Certificate
 from lightning_hivemind.errors import WireError
 from swarm.town import WAIT_S, Town, wait_for
+from unit.forked import in_a_child
 
 DETECT_S = 2.0
 LARGEST = 32 << 20
@@ -393,6 +395,27 @@ def test_a_peer_whose_process_ends_is_lost_at_once_though_the_first_word_to_it_s
     """Its system answers that nobody is there; the next ping, half a second later, would find that."""
     monkeypatch.setattr(outlet_module, "PING_S", 3 * WAIT_S)
     test_a_peer_whose_process_ends_is_lost_at_once(town)
+
+
+def test_nothing_of_it_is_open_in_a_forked_worker_that_may_outlive_this_process(town: City) -> None:
+    """Else a peer that was killed would seem to live: its connections open, its port listening."""
+    for name in ("a", "b"):
+        town.settle(name)
+    town.links["a"].send("b", Header(kind=Kind.MESSAGE, length=1), (b"x",))
+    wait_for(lambda: town.ledgers["b"].frames, "a message")
+    town.links["b"].send("a", Header(kind=Kind.MESSAGE, length=1), (b"y",))
+    wait_for(lambda: town.ledgers["a"].frames, "an answer")
+    ports = {port for _, port in town.ports.values()}
+
+    def of_these() -> list[str]:
+        """Of this process: sockets that have one of the two ports, at either end."""
+        found = psutil.Process().net_connections("tcp")
+        return [str(one) for one in found if ports & {end.port for end in (one.laddr, one.raddr) if end}]
+
+    assert len(of_these()) >= 2 + 4, "two that listen, both ends of two connections"
+    assert in_a_child(lambda: not of_these())
+    town.links["a"].send("b", Header(kind=Kind.MESSAGE, length=1), (b"z",))
+    wait_for(lambda: len(town.ledgers["b"].frames) == 2, "a message afterwards")
 
 
 def test_a_connection_that_breaks_is_made_again(town: City) -> None:

@@ -21,6 +21,14 @@ from torch import Tensor
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.content import Content, Piece
 from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_all, digest_of_shared, spans
+from lightning_hivemind.engine.native.state.settings import (
+    EXTRA_SETTINGS,
+    LOCAL_SETTINGS,
+    cannot_be_told,
+    fits,
+    like,
+    plain,
+)
 from lightning_hivemind.engine.native.trail import Trail, sound_marks
 from lightning_hivemind.errors import StateError
 
@@ -40,13 +48,6 @@ _DTYPES = {
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     )
 }
-#: settings of optimizers that depend on the device: each peer keeps its own
-_LOCAL_SETTINGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-#: those that only some have: a scheduler adds them, a checkpoint from before there was one removes them, a newer torch
-#: knows more
-_EXTRA_SETTINGS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "decoupled_weight_decay"}
-)
 _Tensors = Sequence[Tensor]
 _Shape = tuple[str, tuple[int, ...]]
 
@@ -145,12 +146,14 @@ class State:
 
 def state_bytes(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors) -> int:
     """How long a copy is; before an optimizer's first step it has no state of its own."""
-    return sum(_aligned(one.nbytes) for one in (*_tensors(optimizer), *shared, *own))
+    return sum(_aligned(one.numel() * one.element_size()) for one in (*_tensors(optimizer), *shared, *own))
 
 
 def can_stay(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all that only a step changes lies in host memory as it is given: it need not be copied before one."""
-    return all(one.device.type == "cpu" and one.is_contiguous() for one in _tensors(optimizer))
+    return all(
+        one.device.type == "cpu" and one.layout is torch.strided and one.is_contiguous() for one in _tensors(optimizer)
+    )
 
 
 @torch.no_grad()
@@ -174,9 +177,9 @@ def take_state(
             if value is None:
                 continue
             if isinstance(value, Tensor):
-                kept.append(value)
+                kept.append(value.to_dense())  # (what sparse gradients have left; others as they are)
             elif not isinstance(value, (bool, int, float)):
-                raise _cannot_be_told(optimizer, name, value)
+                raise cannot_be_told(optimizer, name, value)
             entry[name] = None if isinstance(value, Tensor) else value
         state.append(entry)
     sources = [*parameters, *kept, *shared, *own]
@@ -191,7 +194,7 @@ def take_state(
     if not stays:
         content.copy(memory)
     groups = [
-        {name: _plain(optimizer, name, value) for name, value in group.items() if name not in _LOCAL_SETTINGS}
+        {name: plain(optimizer, name, value) for name, value in group.items() if name not in LOCAL_SETTINGS}
         for group in optimizer.param_groups
     ]
     return State(trail.head, trail.marks, content, parts, len(own), state, groups)
@@ -247,7 +250,7 @@ def install(
         on_device = group.get("capturable") or group.get("fused")
         state[parameter] = {
             # torch keeps the count of steps in host memory, unless the optimizer itself runs on the device
-            name: next(kept).to("cpu" if name == "step" and not on_device else parameter.device, copy=True)
+            name: _as_it_lies(next(kept), parameter, "cpu" if name == "step" and not on_device else parameter.device)
             if value is None
             else value
             for name, value in entry.items()
@@ -259,7 +262,7 @@ def install(
     optimizer.state.update({parameter: entry for parameter, entry in state.items() if entry})
     for own_group, theirs in zip(optimizer.param_groups, description.groups, strict=True):
         for name in theirs.keys() & own_group.keys():
-            own_group[name] = _like(own_group[name], theirs[name])
+            own_group[name] = like(own_group[name], theirs[name])
 
 
 # ---------------------------------------------------------------------- private
@@ -273,6 +276,13 @@ def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Parameters, and what the optimizer keeps of them."""
     kept = [one for parameter in _parameters(optimizer) for one in optimizer.state.get(parameter, {}).values()]
     return [*_parameters(optimizer), *(one for one in kept if isinstance(one, Tensor))]
+
+
+def _as_it_lies(value: Tensor, parameter: Tensor, device: torch.device | str) -> Tensor:
+    """A copy, in memory as the parameter is: fused optimizers do not look, and the last bits of others depend on it."""
+    if value.shape != parameter.shape:
+        return value.to(device, copy=True)
+    return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)
 
 
 def _is_count(value: Any) -> bool:
@@ -333,11 +343,11 @@ def _check(
             f" {len(optimizer.param_groups)}. All peers of a run_id must use the same optimizer."
         )
     for own_group, theirs in zip(optimizer.param_groups, groups, strict=True):
-        names = set(own_group) - _LOCAL_SETTINGS
-        if (set(theirs) ^ names) - _EXTRA_SETTINGS:
+        names = set(own_group) - LOCAL_SETTINGS
+        if (set(theirs) ^ names) - EXTRA_SETTINGS:
             raise StateError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(names)}.")
         for name, value in theirs.items():
-            if name in own_group and not _fits(own_group[name], value):
+            if name in own_group and not fits(own_group[name], value):
                 raise StateError(f"{wrong}: {name}={value!r}, here {own_group[name]!r}.")
     owners = [p for p, entry in zip(parameters, state, strict=True) for value in entry.values() if value is None]
     for entry in state:
@@ -359,38 +369,3 @@ def _check(
                 f" {tuple(mine.shape)}. All peers of a run_id must train the same model in the same precision; give"
                 " this one another run_id."
             )
-
-
-def _fits(own: Any, value: Any) -> bool:
-    """Whether a setting can take the place of this peer's own."""
-    if isinstance(own, (list, tuple)):
-        return isinstance(value, list) and len(value) == len(own) and all(map(_fits, own, value))
-    if isinstance(own, bool) or own is None or isinstance(own, str):
-        return value is None or isinstance(value, (bool, str))
-    return isinstance(value, (int, float))
-
-
-def _plain(optimizer: torch.optim.Optimizer, name: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate may be one
-        return float(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(optimizer, name, one) for one in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise _cannot_be_told(optimizer, name, value)
-
-
-def _cannot_be_told(optimizer: torch.optim.Optimizer, name: str, value: Any) -> StateError:
-    return StateError(
-        f"{type(optimizer).__name__} keeps {name}, a {type(value).__name__}, which cannot be handed to peers that join:"
-        " use an optimizer whose state is tensors and numbers."
-    )
-
-
-def _like(own: Any, value: Any) -> Any:
-    """As msgpack gave it, in the type that this peer's optimizer has it in."""
-    if isinstance(own, Tensor):
-        return torch.full_like(own, float(value))
-    if isinstance(own, (list, tuple)):
-        return type(own)(_like(mine, theirs) for mine, theirs in zip(own, value, strict=True))
-    return value

@@ -15,6 +15,7 @@ from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, more
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.engine.native.wire.speed import Sent, line_of, sent
+from lightning_hivemind.network.inherited import not_inherited
 
 #: that waits before a stream which libp2p carries: messages wait behind it
 CARRIED_BYTES = 64 << 10
@@ -37,7 +38,7 @@ TOKEN_BYTES = 32
 
 def tune(sock: socket.socket, timeout_s: float) -> None:
     """Options of every connection, once it is made."""
-    sock.settimeout(timeout_s)
+    not_inherited(sock).settimeout(timeout_s)
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CARRIED_BYTES)
         return  # libp2p carries it, and what it does with TCP is its own affair

@@ -11,6 +11,7 @@ from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.engine.native.wire.tls import check_pinned
 from lightning_hivemind.errors import WireError
+from lightning_hivemind.network.inherited import not_inherited
 
 Endpoint = tuple[str, int]
 
@@ -70,7 +71,7 @@ def greet(
     try:
         tune(plain, timeout_s)
         if context is not None:
-            sock = context.wrap_socket(plain)
+            sock = not_inherited(context.wrap_socket(plain))
         if isinstance(sock, ssl.SSLSocket):
             check_pinned(sock, introduction.fingerprint)
         write(sock, Header(kind=greeting, length=len(introduction.token)), (introduction.token,))

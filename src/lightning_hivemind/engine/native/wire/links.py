@@ -30,6 +30,7 @@ from lightning_hivemind.engine.native.wire.sink import Introduce, Introduction, 
 from lightning_hivemind.engine.native.wire.speed import Speed
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 from lightning_hivemind.errors import LightningHivemindError, WireError
+from lightning_hivemind.network.inherited import not_inherited
 
 log = logging.getLogger("lightning_hivemind")
 
@@ -99,8 +100,7 @@ class Links:
     def listen(self, host: str = "0.0.0.0", port: int = 0) -> int:
         """Accept connections from now on; returns the port. Raises OSError where nobody can listen."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=128)
-        self._listener = listener
+        self._listener = listener = not_inherited(socket.create_server((host, port), family=family, backlog=128))
         threading.Thread(target=self._accept, args=(listener,), name="accepts", daemon=True).start()
         return int(listener.getsockname()[1])
 
@@ -257,7 +257,7 @@ class Links:
             return
         wrap = self._certificate.server.wrap_socket
         try:
-            inlet.sock = sock = wrap(inlet.sock, server_side=True, do_handshake_on_connect=False)
+            inlet.sock = sock = not_inherited(wrap(inlet.sock, server_side=True, do_handshake_on_connect=False))
             self._still_wanted(inlet)  # whoever ended it before now had no socket of it to wake
             sock.do_handshake()
         except ssl.SSLEOFError:
