@@ -722,3 +722,27 @@ def test_a_record_of_before_its_death_does_not_bring_a_peer_back_but_one_more_sh
         one.lost("b", stamp + 0.1)
     one.receive("b", Probe(asks=False, cuts=0), 3.5)
     assert (one.living, one.cut) == (("b",), ())
+
+
+def test_who_calls_again_and_again_and_begins_nothing_is_followed_for_a_bounded_time() -> None:
+    """Each of its calls takes the place of the one before, and none of them ever gets a plan."""
+    settings = replace(SETTINGS, matchmaking_s=1.0)
+    table, waited, waits = three(settings), 0.0, []
+    table.gone.add(FIRST)  # what it says is said here
+    for tenth in range(600):
+        for peer in (SECOND, THIRD) if tenth % 5 == 0 else ():
+            head = table.peers[peer].head
+            assert head is not None
+            table.read(FIRST, peer, Call(round=tenth.to_bytes(16, "big"), head=head))
+        before = len(table.applied[SECOND])
+        table.train(**{SECOND: 8, THIRD: 8})
+        table.wait(0.1)
+        waited += 0.1
+        if len(table.applied[SECOND]) > before:
+            waits, waited = [*waits, waited], 0.0
+    patience_s = 1.25 * settings.matchmaking_s + 2 * settings.resend_s
+    # a pause after failures follows, and rounds in which it is called itself, and says nothing
+    assert max(waits) < patience_s + settings.max_backoff_s + 2 * settings.matchmaking_s + 0.2
+    assert sum(one for one in waits if one > patience_s) < 0.4 * sum(waits), "most of the time it is not followed"
+    assert sum(waits) > 50.0
+    assert table.applied[SECOND] == table.applied[THIRD]

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Called, GiveUp, Send, TellGone
 from lightning_hivemind.engine.native.protocol.inquiry import Inquiry
+from lightning_hivemind.engine.native.protocol.joined import Joined
 from lightning_hivemind.engine.native.protocol.leadership import Leadership
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head, PeerId, can_be_summed
 from lightning_hivemind.engine.native.protocol.member import Member
@@ -41,26 +42,8 @@ from lightning_hivemind.engine.native.protocol.trailing import Trailing
 
 #: ended rounds that are remembered, so that a late message does not revive one
 REMEMBERED = 64
-
-
-@dataclass(kw_only=True, slots=True)
-class Joined:
-    """The round that this peer goes to.
-
-    ``heard_at``: when the coordinator spoke of it last. ``askers`` have lost it and want to hear how the round ends.
-    ``early`` inputs and results have overtaken the plan, ``next_call`` the commit.
-    """
-
-    round: RoundId
-    coordinator: PeerId
-    since: float
-    heard_at: float
-    resend_at: float
-    offer: Offer | None = None
-    askers: set[PeerId] = field(default_factory=set)
-    early: set[tuple[int, PeerId]] = field(default_factory=set)
-    early_results: dict[int, tuple[int, bytes, PeerId]] = field(default_factory=dict)
-    next_call: tuple[PeerId, Call] | None = None
+#: who calls, and begins nothing for as long as one waits for that, is not followed for so many times as long
+SHUNNED = 4
 
 
 class Rounds:
@@ -84,6 +67,8 @@ class Rounds:
         self._inquiry: Inquiry | None = None
         #: rounds that this peer does not enter again; true: it has promised to take no commit from the coordinator
         self._over: OrderedDict[RoundId, bool] = OrderedDict()
+        #: until when whose calls are declined; see :data:`SHUNNED`
+        self._shunned: dict[PeerId, float] = {}
 
     # ------------------------------------------------------------------ what one may ask
 
@@ -158,6 +143,9 @@ class Rounds:
         # a little longer than the coordinator itself takes
         patience_s = self._settings.round_s if self._member is not None else self._settings.matchmaking_s
         if now >= joined.since + 1.25 * patience_s + 2 * self._settings.resend_s:
+            if self._member is None and not self._roster.is_fitter(joined.coordinator):
+                self._shunned = {peer: until for peer, until in self._shunned.items() if until > now}
+                self._shunned[joined.coordinator] = now + SHUNNED * (now - joined.since)
             self._coordinator_lost(now)
         elif now >= joined.resend_at:
             joined.resend_at = now + self._settings.resend_s
@@ -177,7 +165,7 @@ class Rounds:
             self._standing.same(sender, message.head)
         elif head is None or message.round in self._over or not self._standing.same(sender, message.head):
             self._send(sender, Decline(round=message.round, head=self._standing.head))
-        elif self.trailing.full:
+        elif self.trailing.full or now < self._shunned.get(sender, now):
             self._send(sender, Decline(round=message.round))
         elif joined is not None and joined.round == message.round:
             if joined.offer is not None and self._member is None:
@@ -192,9 +180,12 @@ class Rounds:
         ):
             self._send(sender, Decline(round=message.round, better=engaged))
         else:
+            since = joined.since if joined is not None and engaged == sender else now
             self.leave("a better coordinator calls", now, better=sender)
             resend_at = now + self._settings.resend_s
-            self._joined = Joined(round=message.round, coordinator=sender, since=now, heard_at=now, resend_at=resend_at)
+            self._joined = Joined(
+                round=message.round, coordinator=sender, since=since, heard_at=now, resend_at=resend_at
+            )
             self._emit(Called(round=message.round, coordinator=sender))
 
     # ------------------------------------------------------------------ in a round
