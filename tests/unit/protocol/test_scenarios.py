@@ -436,6 +436,21 @@ def test_a_peer_that_is_never_done_costs_one_round_its_time_and_not_the_run() ->
     assert commit.samples == 48, "it has given everything, so it is in"
 
 
+def test_who_dies_when_all_others_have_the_whole_average_stays_in() -> None:
+    """Nothing has to be reduced again: its death takes no sample with it."""
+    table = three()
+    table.hold = lambda sender, _, what: sender == THIRD and isinstance(what, Done)
+    table.train(a=16, b=16, c=16)
+    table.flow()
+    assert not any(table.applied.values()), "it is still waited for"
+    table.kill(THIRD)
+    table.flow()
+    assert table.applied[FIRST] == table.applied[SECOND]
+    (commit,) = table.applied[FIRST]
+    assert {one.peer for one in commit.contributions} == {FIRST, SECOND, THIRD}
+    assert commit.samples == 48
+
+
 def test_an_offer_in_the_name_of_another_peer_is_not_taken() -> None:
     table = three()
     forged: list[Join] = []
