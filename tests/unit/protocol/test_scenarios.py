@@ -451,6 +451,30 @@ def test_who_dies_when_all_others_have_the_whole_average_stays_in() -> None:
     assert commit.samples == 48
 
 
+def given_up(table: Table) -> list[tuple[str, str]]:
+    """Who has given up a round, and why."""
+    return sorted((name, action.reason) for name, action in table.done if isinstance(action, GiveUp))
+
+
+@pytest.mark.parametrize("lacking", [{FIRST, SECOND, THIRD}, {FIRST}], ids=["all", "the coordinator"])
+def test_a_round_that_can_never_finish_is_aborted_and_all_is_given_again(lacking: set[str]) -> None:
+    """Nobody is accused: that takes longer here than the round may take."""
+    settings = Settings(run="run", target_samples=16, chunks=3, stall_s=60.0, round_s=2.0)
+    table = three(settings)
+    table.hold = lambda sender, to, what: isinstance(what, Data) and bool(what.digest) and sender != to in lacking
+    table.train(a=8, b=8, c=8)
+    table.wait(settings.round_s - 0.1)
+    assert given_up(table) == []
+    table.wait(0.2)
+    reason = "not finished in 2.0 s (allreduce_timeout or averaging_timeout)"
+    assert given_up(table) == [(name, reason) for name in "abc"]
+    assert not any(table.applied.values())
+    table.release()  # what comes now is of a round that is over, or of the next attempt
+    table.wait(1.0)
+    (commit,) = {table.applied[name][0] for name in "abc"}
+    assert commit.samples == 24
+
+
 def test_an_offer_in_the_name_of_another_peer_is_not_taken() -> None:
     table = three()
     forged: list[Join] = []
