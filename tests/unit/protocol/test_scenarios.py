@@ -475,6 +475,43 @@ def test_a_round_that_can_never_finish_is_aborted_and_all_is_given_again(lacking
     assert commit.samples == 24
 
 
+@pytest.mark.parametrize("decided", [False, True], ids=["undecided", "its commit on the way"])
+def test_an_inquiry_that_nobody_answers_ends_when_a_round_would_and_those_who_asked_go_on_together(
+    decided: bool,
+) -> None:
+    """Both have lost the coordinator, and ask one another; no question gets through, though the rest does."""
+    settings = replace(SETTINGS, round_s=4.0)
+    table = three(settings)
+
+    def last_words(sender: str, to: str, what: object) -> bool:
+        return to != sender == FIRST and isinstance(what, Committed) if decided else isinstance(what, Done)
+
+    table.hold = last_words
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    assert len(table.applied[FIRST]) == decided
+    table.hold = lambda *letter: isinstance(letter[2], Ask) or last_words(*letter)
+    table.kill(FIRST)
+    table.wait(settings.round_s - 0.1)
+    assert given_up(table) == []
+    assert not table.applied[SECOND]
+    assert not table.applied[THIRD]
+    asked = [(sender, to) for sender, to, what in table.held if isinstance(what, Ask)]
+    assert asked.count((SECOND, THIRD)) > 1, "it is asked once only"
+    assert asked.count((THIRD, SECOND)) > 1, "it is asked once only"
+    table.hold = lambda _, __, what: isinstance(what, (Ask, Call))  # so that nobody is further when the commit comes
+    table.wait(0.2)
+    reason = "the coordinator is lost, and nobody saw a commit"
+    assert given_up(table) == sorted((name, reason) for name in (SECOND, THIRD))
+    table.release()
+    table.kill(FIRST)  # what is read of it makes it live, until sending to it fails once more
+    table.wait(3.0)
+    assert table.applied[SECOND] == table.applied[THIRD] != []
+    commit = table.applied[SECOND][0]
+    assert {one.peer for one in commit.contributions} == {SECOND, THIRD}, "who asked has taken a commit afterwards"
+    assert commit.samples == 16, "what was given is given again"
+
+
 def test_an_offer_in_the_name_of_another_peer_is_not_taken() -> None:
     table = three()
     forged: list[Join] = []
