@@ -512,6 +512,27 @@ def test_an_inquiry_that_nobody_answers_ends_when_a_round_would_and_those_who_as
     assert commit.samples == 16, "what was given is given again"
 
 
+@pytest.mark.parametrize("stops_at", [Join, Data], ids=["before it begins", "in a round"])
+def test_a_connected_coordinator_that_falls_mute_is_left_after_a_bounded_time(stops_at: type) -> None:
+    settings = replace(SETTINGS, matchmaking_s=1.0, round_s=3.0)
+    table = three(settings)
+    table.hold = lambda _, __, what: isinstance(what, stops_at)
+    table.train(a=8, b=8, c=8)
+    table.flow()
+    assert {to for _, to, _ in table.held} >= {FIRST}, "it is under way"
+    table.gone.add(FIRST)  # nobody notices
+    table.hold = lambda *_: False
+    patience_s = settings.matchmaking_s if stops_at is Join else settings.round_s
+    table.wait(1.25 * patience_s + 2 * settings.resend_s - 0.1)
+    assert given_up(table) == []
+    table.wait(0.2)
+    assert [name for name, _ in given_up(table)] == sorted([SECOND, THIRD])
+    table.wait(2 * settings.matchmaking_s)
+    assert table.applied[SECOND] == table.applied[THIRD]
+    (commit,) = table.applied[SECOND]
+    assert {one.peer for one in commit.contributions} == {SECOND, THIRD}
+
+
 def test_an_offer_in_the_name_of_another_peer_is_not_taken() -> None:
     table = three()
     forged: list[Join] = []
