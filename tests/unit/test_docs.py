@@ -120,3 +120,12 @@ def test_every_test_that_the_documentation_names_exists() -> None:
     tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(named) > 60
     assert not {name for name in named if f"def {name}(" not in tests}
+
+
+def test_every_invariant_names_its_tests_itself() -> None:
+    """Not by where it stands: a row that is put between makes "the same" another one."""
+    text = (ROOT / "docs" / "reference" / "invariants.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| I")]
+    assert len(rows) > 100
+    assert {len(row) for row in rows} == {4}
+    assert [row for row in rows if "the same" in (row[2] + row[3]) or not re.search("test_|simulated", row[3])] == []
