@@ -12,6 +12,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 import lightning_hivemind
 from lightning_hivemind import errors, events
 from lightning_hivemind.arguments import Arguments
@@ -129,3 +131,57 @@ def test_every_invariant_names_its_tests_itself() -> None:
     assert len(rows) > 100
     assert {len(row) for row in rows} == {4}
     assert [row for row in rows if "the same" in (row[2] + row[3]) or not re.search("test_|simulated", row[3])] == []
+
+
+SOURCES = ROOT / "src" / "lightning_hivemind"
+#: `Class.attribute`, or what begins so; in that a class is what has a small letter, too
+OF_A_CLASS = re.compile(r"(?<![\w.])([A-Z]\w*[a-z]\w*)\.(\w+)")
+#: classes that the documentation names and that are not of this package: Lightning's, and a test's
+ELSEWHERE = {"Trainer", "Swarm"}
+
+
+def own_names(node: ast.ClassDef) -> set[str]:
+    """What a class has: methods, fields, constants, and what its methods keep in ``self``."""
+    found = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(one.name)
+        elif isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store):
+            found |= {one.attr} if isinstance(one.value, ast.Name) and one.value.id == "self" else set()
+    fields = [target for one in node.body for target in getattr(one, "targets", [getattr(one, "target", None)])]
+    return found | {target.id for target in fields if isinstance(target, ast.Name)}
+
+
+def classes() -> dict[str, set[str]]:
+    """What each class of the package has, with what it inherits; of several of one name, all that any of them has."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                own.setdefault(node.name, set()).update(own_names(node))
+                bases.setdefault(node.name, set()).update(one.id for one in node.bases if isinstance(one, ast.Name))
+
+    def inherited(name: str) -> set[str]:
+        return own.get(name, set()).union(*map(inherited, bases.get(name, set()) - {name}))
+
+    return {name: inherited(name) for name in own}
+
+
+def test_what_the_documentation_says_that_a_class_has_is_there() -> None:
+    known, wrong, count = classes(), [], 0
+    for path in [ROOT / "ARCHITECTURE.md", *PAGES]:
+        for code in re.findall("`([^`\n]+)`", path.read_text(encoding="utf-8")):
+            for name, attribute in OF_A_CLASS.findall(code):
+                count += 1
+                if name not in ELSEWHERE and attribute not in known.get(name, ()):
+                    wrong.append(f"{path.name}: {name}.{attribute}")
+    assert count > 100
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", ["training", "engine", "engine/native", "engine/stock", "simulation"])
+def test_the_table_of_rooms_names_every_file_of_those_of_which_it_names_files(folder: str) -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\w+\.py", text.split("## Rooms")[1].split("```")[1]))
+    assert {path.name for path in (SOURCES / folder).glob("*.py")} - {"__init__.py"} <= named
