@@ -61,15 +61,7 @@ class Parameters:
 
 
 @dataclass(kw_only=True)
-class Given:
-    """A contribution that was offered: its samples, until it is known what became of them."""
-
-    contribution: Contribution
-    samples: frozenset[str] = frozenset()
-
-
-@dataclass(kw_only=True)
-class Inbox:
+class RoundData:
     """What a round has brought: inputs of own chunks by (chunk, peer), reduced ones and results by chunk.
 
     ``early``: results, with version and owner, that have come before their version of the plan.
@@ -111,8 +103,9 @@ class SimulatedPeer:
         #: averages that are to be applied next, and whether their bytes are here; None: they are coming
         self._averages: deque[tuple[Commit, bool | None]] = deque()
         self.pool: set[str] = set()
-        self.offered: dict[int, Given] = {}
-        self.boxes: dict[RoundId, Inbox] = {}
+        #: samples of each contribution that was offered, by its number, until it is known what became of them
+        self.offered: dict[int, frozenset[str]] = {}
+        self.data: dict[RoundId, RoundData] = {}
         #: results of rounds that this peer has not joined, or is not in any more
         self._before_joining: deque[tuple[str, RoundId, int, int, bytes]] = deque(maxlen=self.settings.chunks)
         self.notes: list[Note] = []
@@ -191,15 +184,15 @@ class SimulatedPeer:
         self.carry_out()
 
     def take_input(self, sender: str, round_id: RoundId, chunk: int, contribution: Contribution) -> None:
-        self._box(round_id).inputs[chunk, sender] = contribution
+        self._data_of(round_id).inputs[chunk, sender] = contribution
         self.core.input_arrived(round_id, chunk, sender, self.world.now)
         self.carry_out()
 
     def take_result(self, owner: str, round_id: RoundId, chunk: int, version: int, value: bytes) -> None:
-        if round_id not in self._mine and round_id not in self.boxes:
+        if round_id not in self._mine and round_id not in self.data:
             self._before_joining.append((owner, round_id, chunk, version, value))
             return
-        self._box(round_id).take(chunk, version, owner, value)
+        self._data_of(round_id).take(chunk, version, owner, value)
         self.core.result_arrived(round_id, chunk, version, value, owner, self.world.now)
         self.carry_out()
 
@@ -235,7 +228,7 @@ class SimulatedPeer:
             case Called(round=round_id):
                 self._join(round_id)
             case Begun(plan=plan):
-                self._box(plan.round).begin(plan)
+                self._data_of(plan.round).begin(plan)
             case SendInput(round=round_id, chunk=chunk, to=to):
                 mine = self._mine[round_id]
                 assert mine is not None, "asked to give in a round to which nothing was offered"
@@ -249,7 +242,7 @@ class SimulatedPeer:
             case Reduce():
                 self._reduce(action)
             case SendResult(round=round_id, chunk=chunk, version=version, to=to):
-                value = self._box(round_id).reduced[chunk]
+                value = self._data_of(round_id).reduced[chunk]
                 for peer in to:
                     self.world.send(
                         self,
@@ -266,7 +259,7 @@ class SimulatedPeer:
                 self._send(to, ended)
             case GiveUp(round=round_id):
                 self._mine.pop(round_id, None)
-                self.boxes.pop(round_id, None)
+                self.data.pop(round_id, None)
             case CatchUp():
                 self.world.clock.after(self.world.state_time_s(self), lambda: self._catch_up(action))
             case Note():
@@ -283,8 +276,8 @@ class SimulatedPeer:
             contribution = Contribution(
                 peer=self.name, number=self._numbers, samples=len(self.pool) * self.habits.weight
             )
-            self.offered[self._numbers] = Given(contribution=contribution, samples=frozenset(self.pool))
-            self.world.register(contribution, frozenset(self.pool))
+            self.offered[self._numbers] = samples = frozenset(self.pool)
+            self.world.register(contribution, samples)
         self._mine[round_id] = contribution
         offer = Offer(contribution=contribution, reduces=self.habits.reduces, bandwidth=self.habits.bandwidth)
         self.core.join(round_id, offer, self.world.now)
@@ -292,28 +285,28 @@ class SimulatedPeer:
             self.take_result(*result)
 
     def _reduce(self, action: Reduce) -> None:
-        box = self._box(action.round)
-        stored = tuple(box.inputs[action.chunk, one.peer] for one in action.contributions)
+        data = self._data_of(action.round)
+        stored = tuple(data.inputs[action.chunk, one.peer] for one in action.contributions)
         assert stored == action.contributions, "an input is not the one that the plan names"
         # who reduces makes a difference, as it does between unlike machines
         parts = f"{action.chunk} {action.version} {self.tag} {stored}"
-        box.reduced[action.chunk] = hashlib.sha256(parts.encode()).digest()[:16]
+        data.reduced[action.chunk] = hashlib.sha256(parts.encode()).digest()[:16]
         self.core.reduced(action.round, action.chunk, action.version, self.world.now)
 
     def _apply(self, action: Apply) -> None:
         if action.complete:
             self._compare(action.commit)
         if not action.coming:
-            self.boxes.pop(action.commit.round, None)
+            self.data.pop(action.commit.round, None)
         self._averages.append((action.commit, None if action.coming else action.complete))
         self._step()
         self._forget(action.commit)
         self._report_pool()
 
     def _compare(self, commit: Commit) -> None:
-        state, box = hashlib.sha256(), self._box(commit.round)
+        state, data = hashlib.sha256(), self._data_of(commit.round)
         for chunk in range(self.settings.chunks):
-            state.update(box.results[chunk])
+            state.update(data.results[chunk])
         assert state.digest()[:16] == commit.digest, "not the bytes that were committed"
 
     def _arrived(self, action: Arrived) -> None:
@@ -325,7 +318,7 @@ class SimulatedPeer:
                 self._compare(commit)
             self._averages[place] = commit, action.complete
             self._step()
-        self.boxes.pop(action.round, None)
+        self.data.pop(action.round, None)
 
     def _step(self) -> None:
         """Apply what is here, in order; wait for the first average that is coming, or fetch it."""
@@ -348,7 +341,7 @@ class SimulatedPeer:
         """What is in the commit does not count again."""
         for one in commit.contributions:
             if one.peer == self.name and one.number in self.offered:
-                self.pool -= self.offered.pop(one.number).samples
+                self.pool -= self.offered.pop(one.number)
 
     def _fetch(self, commit: Commit) -> None:
         if not self.alive or not self._averages or self._averages[0] != (commit, False):
@@ -396,5 +389,5 @@ class SimulatedPeer:
         self.core.adopt(self.parameters.head, tuple(self.applied[-8:]), self.world.now)
         self._report_pool()
 
-    def _box(self, round_id: RoundId) -> Inbox:
-        return self.boxes.setdefault(round_id, Inbox())
+    def _data_of(self, round_id: RoundId) -> RoundData:
+        return self.data.setdefault(round_id, RoundData())

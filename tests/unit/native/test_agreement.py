@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hivemind.engine.native.agreement import REMEMBERED, Agreement, Difference, digest_of, kind_of
+from lightning_hivemind.engine.native.agreement import REMEMBERED, Agreement, Difference, digest_of_tensors, kind_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
 
 
@@ -129,9 +129,9 @@ def test_what_is_no_record_is_passed_over_and_memory_is_bounded() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_digest_tells_the_last_bit(dtype: torch.dtype) -> None:
     one, other = torch.ones(1000, dtype=dtype), torch.ones(1000, dtype=dtype)
-    assert digest_of([one, torch.empty(0)]) == digest_of([other, torch.empty(0)])
+    assert digest_of_tensors([one, torch.empty(0)]) == digest_of_tensors([other, torch.empty(0)])
     other[999] += torch.finfo(dtype).eps
-    assert digest_of([one]) != digest_of([other])
+    assert digest_of_tensors([one]) != digest_of_tensors([other])
 
 
 def test_this_machine_is_of_a_kind() -> None:

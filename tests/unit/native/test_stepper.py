@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.agreement import digest_of
+from lightning_hivemind.engine.native.agreement import digest_of_tensors
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.low_rank import LowRank
@@ -457,16 +457,16 @@ def test_peers_that_have_seen_other_batches_are_donors_of_the_same_bytes() -> No
 def test_what_all_have_in_common_is_compared_to_the_last_bit_and_nothing_else() -> None:
     """A forward pass of BatchNorm is each peer's own until the next step."""
     one = Trainee(buffers=[torch.ones(2), torch.tensor(0), torch.tensor([True])])
-    before = digest_of(one.stepper.common)
+    before = digest_of_tensors(one.stepper.common)
     one.buffers[0] += 1.0
     one.buffers[1] += 1
     one.buffers[2].fill_(False)
-    assert digest_of(one.stepper.common) == before
+    assert digest_of_tensors(one.stepper.common) == before
     for tensor in (one.weight, one.frozen, one.stepper.statistics.base[0], one.stepper.statistics.base[1]):
         kept = tensor.detach().clone()
         with torch.no_grad():
             tensor.view(-1)[:1].view(torch.uint8)[0] ^= 1
-        assert digest_of(one.stepper.common) != before
+        assert digest_of_tensors(one.stepper.common) != before
         with torch.no_grad():
             tensor.copy_(kept)
-    assert digest_of(one.stepper.common) == before
+    assert digest_of_tensors(one.stepper.common) == before

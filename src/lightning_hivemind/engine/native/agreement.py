@@ -63,7 +63,7 @@ class Agreement:
 
     def note(self, head: Head, tensors: Iterable[Tensor]) -> None:
         """These are the parameters here, at ``head``."""
-        digest = digest_of(tensors)
+        digest = digest_of_tensors(tensors)
         with self._lock:
             self._take(self._me, (head.epoch, head.lineage), digest)
 
@@ -127,7 +127,7 @@ def _is_comparison(value: Any) -> bool:
     return sound and isinstance(digest, bytes) and len(digest) == DIGEST_BYTES
 
 
-def digest_of(tensors: Iterable[Tensor]) -> bytes:
+def digest_of_tensors(tensors: Iterable[Tensor]) -> bytes:
     """Of all their bytes, in order."""
     found = blake3()
     for tensor in tensors:

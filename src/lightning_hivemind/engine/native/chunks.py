@@ -162,7 +162,7 @@ class Chunks:
             if peer != self._me:
                 self._links.send(peer, header, (data,))
                 exchange.handed_over[peer] = time.monotonic()
-        return digest_of(check) if self._me in action.to else None
+        return digest_from_checksum(check) if self._me in action.to else None
 
 
 def send_values(links: Links, to: PeerId, kind: Kind, number: bytes, chunk: int, data: memoryview) -> None:
@@ -171,6 +171,6 @@ def send_values(links: Links, to: PeerId, kind: Kind, number: bytes, chunk: int,
     links.send(to, Header(kind=kind, round=number, chunk=chunk, length=len(data), checksum=check), (data,))
 
 
-def digest_of(check: int) -> bytes:
-    """Of a chunk, as members compare it: its checksum."""
+def digest_from_checksum(check: int) -> bytes:
+    """Of a chunk, as members compare it."""
     return check.to_bytes(4, "big")

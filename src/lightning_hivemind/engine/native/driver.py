@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_hivemind.engine.native.carrying.ends import KINDS, Ends
-from lightning_hivemind.engine.native.chunks import Chunks, digest_of
+from lightning_hivemind.engine.native.chunks import Chunks, digest_from_checksum
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import UnusableInput
 from lightning_hivemind.engine.native.inbox import WAITING_BYTES, Inbox
@@ -215,7 +215,7 @@ class Driver:
         if header.kind is Kind.INPUT:
             self._peer.input_arrived(header.round, header.chunk, peer, now)
         else:
-            digest = digest_of(header.checksum)
+            digest = digest_from_checksum(header.checksum)
             self._peer.result_arrived(header.round, header.chunk, header.version, digest, peer, now)
 
     # ------------------------------------------------------------------ the thread
