@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.protocol.lineage import Commit
 from lightning_hivemind.engine.native.protocol.messages import Begin, Committed, Ended, Message, Missing, News, RoundId
-from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.protocol.settings import PUBLISH_S, Settings
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, encode
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES
 from lightning_hivemind.simulation.links import SharedLinks
@@ -18,8 +18,8 @@ from lightning_hivemind.simulation.tally import Tally
 from lightning_hivemind.simulation.trainer import Habits, SimulatedPeer
 from lightning_hivemind.simulation.world import World
 
-#: as the engine: how often a peer looks whether its record has to be published, and how late others read it at most
-PUBLISH_S, READ_S = 2.0, 3.5
+#: how late others read a record at most
+READ_S = 3.5
 
 
 class PacedWorld(World):

@@ -15,7 +15,7 @@ from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.native import parts as parts_module
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
-from lightning_hivemind.engine.native.layout import Layout
+from lightning_hivemind.engine.native.layout import Layout, layout_of
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.parts import Parts, build, limits, longest_wait_s
 from lightning_hivemind.engine.native.state.room import StateMemory
@@ -23,6 +23,7 @@ from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
+from lightning_hivemind.simulation.scenario import Scenario
 from swarm.town import wait_for
 
 ALL_DELAYS = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
@@ -47,6 +48,21 @@ LAYOUT = Layout(1000, chunk_elements=300)
 def test_an_argument_is_a_limit_of_rounds(given: dict[str, Any], limit: str, value: object) -> None:
     arguments = Arguments(**{"target_batch_size": 64, **given})
     assert getattr(limits(arguments, "a run", LAYOUT), limit) == value
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"matchmaking_time": 3.0, "averaging_timeout": 45.0},
+        {"matchmaking_time": 2.5, "averaging_timeout": 20.0, "next_chunk_timeout": 1.5},
+    ],
+    ids=str,
+)
+def test_a_forecast_has_the_limits_that_a_run_with_the_same_arguments_has(given: dict[str, Any]) -> None:
+    scenario = Scenario(peers=3, parameters=300_000, target_batch_size=640, **given)
+    arguments = Arguments(target_batch_size=640, **given)
+    assert scenario.settings() == limits(arguments, "forecast", layout_of(300_000))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
-from lightning_hivemind.engine.native.whereabouts import AGAIN_S
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.tls import Certificate
 from lightning_hivemind.errors import AddressError
@@ -38,7 +37,6 @@ from lightning_hivemind.network.daemon import PeerNetwork
 
 log = logging.getLogger("lightning_hivemind")
 
-DETECT_S = 2.0
 INTRODUCTION_S = 5.0
 #: memory that is used again: what a peer gives, what comes of it, and what others give for its chunks, or (with codecs)
 #: what all give, encoded; and what was left out of both, and is given with what comes next
@@ -77,9 +75,7 @@ def limits(arguments: Arguments, run: str, layout: Layout) -> Settings:
         min_group_size=(arguments.averager_opts or {}).get("min_group_size", 1),
         matchmaking_s=arguments.matchmaking_time,
         stall_s=arguments.next_chunk_timeout,
-        detect_s=DETECT_S,
         round_s=arguments.allreduce_timeout,
-        lives_s=3 * AGAIN_S,
     )
 
 
@@ -148,7 +144,7 @@ def build(
         certificate=certificate,
         introduce=lambda *asked: introductions[0].introduce(*asked),
         stream=lambda *asked: introductions[0].stream(*asked),
-        detect_s=DETECT_S,
+        detect_s=settings.detect_s,
     )
     port = _listen(links, arguments) if reduces else None
     fingerprint = b"" if certificate is None else certificate.fingerprint

@@ -14,15 +14,14 @@ from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.introductions import Introductions
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.protocol.roster import Place
+from lightning_hivemind.engine.native.protocol.settings import AGAIN_S, PUBLISH_S
 from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
 
 log = logging.getLogger("lightning_hivemind")
 
-#: between two looks at the records that are here anyway, and between two changes of this peer's own
-LOOK_S, PUBLISH_S = 0.5, 2.0
-#: what has not changed is published again: it shows that this peer lives
-AGAIN_S = 10.0
+#: between two looks at the records that are here anyway
+LOOK_S = 0.5
 REFRESH_S, FIRST_LOOK_S, STOP_S = 3.0, 5.0, 1.0
 #: of addresses in a record, which is small
 MOST_ADDRESSES, MAX_ADDRESS = 6, 200

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: silence that is taken for death
+DETECT_S = 2.0
+#: a peer's record is published again so long after the last time: if it has changed; if not, as it lives
+PUBLISH_S, AGAIN_S = 2.0, 10.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
@@ -33,12 +38,12 @@ class Settings:
     min_group_size: int = 1
     matchmaking_s: float = 5.0
     stall_s: float = 5.0
-    detect_s: float = 2.0
+    detect_s: float = DETECT_S
     round_s: float = 30.0
     late_s: float = 0.25
     patience_s: float = 2.5
     resend_s: float = 0.5
     probe_s: float = 15.0
-    lives_s: float = 30.0
+    lives_s: float = 3 * AGAIN_S
     backoff_s: float = 0.05
     max_backoff_s: float = 2.0
