@@ -11,6 +11,7 @@ from lightning_hivemind.simulation.network import HostileNetwork
 from lightning_hivemind.simulation.trainer import Habits
 from lightning_hivemind.simulation.world import World
 
+#: of faults, in random schedules; besides, :meth:`Schedule.fault` knows "restart": so quickly that nobody notices
 KINDS = ("crash", "freeze", "cut", "split", "slow")
 
 
@@ -97,7 +98,9 @@ class Schedule:
                 self.fired.append((world.now, kind, f"{name} {other}"))
         elif well and peer.alive and not peer.frozen:
             self.fired.append((world.now, kind, name))
-            if kind == "slow":
+            if kind == "restart":
+                self._restart(name)
+            elif kind == "slow":
                 peer.slows_down(True)
                 world.clock.after(lasts_s, lambda: peer.slows_down(False))
             elif kind == "crash":

@@ -55,6 +55,22 @@ def test_the_schedules_have_every_kind_of_fault() -> None:
     assert set(fired) == set(KINDS)
 
 
+def test_who_restarts_is_another_life_whose_beginning_nobody_notices() -> None:
+    schedule = Schedule(seed=1, kinds=(), lossy=False, names=["p0", "p1"])
+    world, before = schedule.world, schedule.world.peers["p1"]
+    other = world.peers["p0"]
+    world.clock.run(1.0)
+    schedule.fault("restart", "p1", "p1", 1.0)
+    again = world.peers["p1"]
+    assert schedule.fired == [(1.0, "restart", "p1")]
+    assert (before.alive, again.alive, again.tag) == (False, True, "p1#2")
+    assert other.core.living == ("p1",)
+    world.clock.run(11.0)
+    assert again.applied[-1] == other.applied[-1]
+    assert other.applied[-1].parent.samples > 0, "no steps since"
+    assert any(one.peer == "p1" for one in other.applied[-1].contributions)
+
+
 def kinds_fired(seed: int) -> list[str]:
     schedule = Schedule(seed=seed)
     schedule.world.clock.run(schedule.trouble_s)

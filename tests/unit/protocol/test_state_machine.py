@@ -11,6 +11,7 @@ from unit.seeds import examples
 
 NAMES = ["p0", "p1", "p2", "p3"]
 TROUBLE_S, CALM_S = 5.0, 20.0
+OF_ONE_PEER = ["crash", "freeze", "slow", "restart"]
 
 
 class Trouble(RuleBasedStateMachine):
@@ -25,7 +26,7 @@ class Trouble(RuleBasedStateMachine):
     def time_passes(self, duration_s: float) -> None:
         self.world.clock.run(self.world.now + duration_s)
 
-    @rule(kind=st.sampled_from(["crash", "freeze"]), name=st.sampled_from(NAMES), lasts_s=st.floats(0.01, 6.0))
+    @rule(kind=st.sampled_from(OF_ONE_PEER), name=st.sampled_from(NAMES), lasts_s=st.floats(0.01, 6.0))
     def a_peer_fails(self, kind: str, name: str, lasts_s: float) -> None:
         self.schedule.fault(kind, name, name, lasts_s)
 
@@ -37,9 +38,14 @@ class Trouble(RuleBasedStateMachine):
     def the_swarm_is_split(self, pair: list[str], lasts_s: float) -> None:
         self.schedule.fault("split", *pair, lasts_s)
 
-    @rule(drop=st.sampled_from([0.0, 0.02, 0.2]), delay_s=st.sampled_from([0.001, 0.05, 0.5]))
-    def the_network_changes(self, drop: float, delay_s: float) -> None:
-        self.schedule.network.drop, self.schedule.network.delay_s = drop, delay_s
+    @rule(
+        drop=st.sampled_from([0.0, 0.02, 0.2]),
+        repeat=st.sampled_from([0.0, 0.05, 0.5]),
+        delay_s=st.sampled_from([0.001, 0.05, 0.5]),
+    )
+    def the_network_changes(self, drop: float, repeat: float, delay_s: float) -> None:
+        network = self.schedule.network
+        network.drop, network.repeat, network.delay_s = drop, repeat, delay_s
 
     @precondition(lambda self: self.world.now > 0)
     @rule()
@@ -64,5 +70,5 @@ class Trouble(RuleBasedStateMachine):
         self.nothing_counts_twice_or_is_lost()
 
 
-Trouble.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=15)
+Trouble.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=15)
 TestTrouble = Trouble.TestCase
