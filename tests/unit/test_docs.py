@@ -124,6 +124,19 @@ def test_every_test_that_the_documentation_names_exists() -> None:
     assert not {name for name in named if f"def {name}(" not in tests}
 
 
+def test_every_test_that_is_named_with_its_file_is_in_that() -> None:
+    texts: dict[str, str] = {}  # by name; of several files of one name, together
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        texts[path.name] = texts.get(path.name, "") + path.read_text(encoding="utf-8")
+    named = [
+        (file, name)
+        for page in [ROOT / "ARCHITECTURE.md", *PAGES]
+        for file, name in re.findall(r"(test_\w+\.py)::(test_\w+)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 60
+    assert [(file, name) for file, name in named if f"def {name}(" not in texts.get(file, "")] == []
+
+
 def test_every_invariant_names_its_tests_itself() -> None:
     """Not by where it stands: a row that is put between makes "the same" another one."""
     text = (ROOT / "docs" / "reference" / "invariants.md").read_text(encoding="utf-8")
