@@ -48,7 +48,7 @@ class DaemonError(NetworkError):
         """``part`` of a peer has ended while it trained."""
         return cls(
             f"This peer's {part} is gone (was it killed, or out of memory?). Parameters are those of the last"
-            " committed epoch. Restart this peer: it will take the swarm's state."
+            " global step. Restart this peer: it will take the swarm's state."
         )
 
 
@@ -77,7 +77,7 @@ class StateError(SwarmError):
 
 
 class NonFiniteGradientsError(SwarmError):
-    """Many batches in a row gave gradients that are not finite. Parameters are those of the last committed epoch."""
+    """Many batches in a row gave gradients that are not finite. Parameters are those of the last global step."""
 
 
 class EngineStuckError(SwarmError):

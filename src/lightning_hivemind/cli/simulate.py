@@ -8,10 +8,13 @@ import sys
 import time
 from typing import Any
 
+from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.simulation.forecast import Forecast, forecast
 from lightning_hivemind.simulation.profiles import PROFILES
 from lightning_hivemind.simulation.scenario import CODECS, Scenario
 
+#: by the fields that are called otherwise
+OPTIONS = {"batch_s": "--batch-seconds", "churn_per_min": "--churn", "up_mbit_s": "--uplink"}
 #: between two lines that say how far the simulation is, in real seconds
 REPORT_S = 5.0
 
@@ -50,22 +53,26 @@ def add_to(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Simulate and print; status 1 if no step was made."""
-    scenario = Scenario(
-        peers=given.peers,
-        profile=given.profile,
-        parameters=given.parameters,
-        codec=given.codec,
-        batch_s=given.batch_seconds,
-        batch_samples=given.batch_samples,
-        target_batch_size=given.target_batch_size,
-        steps=given.steps,
-        churn_per_min=given.churn,
-        up_mbit_s=given.uplink,
-        matchmaking_time=given.matchmaking_time,
-        averaging_timeout=given.averaging_timeout,
-        next_chunk_timeout=given.next_chunk_timeout,
-        seed=given.seed,
-    )
+    try:
+        scenario = Scenario(
+            peers=given.peers,
+            profile=given.profile,
+            parameters=given.parameters,
+            codec=given.codec,
+            batch_s=given.batch_seconds,
+            batch_samples=given.batch_samples,
+            target_batch_size=given.target_batch_size,
+            steps=given.steps,
+            churn_per_min=given.churn,
+            up_mbit_s=given.uplink,
+            matchmaking_time=given.matchmaking_time,
+            averaging_timeout=given.averaging_timeout,
+            next_chunk_timeout=given.next_chunk_timeout,
+            seed=given.seed,
+        )
+    except ArgumentError as error:
+        field, _, rest = str(error).partition("=")
+        raise ArgumentError(f"{OPTIONS.get(field, '--' + field.replace('_', '-'))}={rest}") from None
     began = reported = time.monotonic()
 
     def progress(steps: int, now: float) -> None:

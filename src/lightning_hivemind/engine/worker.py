@@ -73,7 +73,7 @@ class Worker:
                     self._stuck = what
                     raise EngineStuckError(
                         f"{what} did not return in {now - start:.1f} s (limit {limit_s:.1f} s), nor when cancelled."
-                        " Parameters are those of the last committed epoch. Restart this peer: it will take the swarm's"
+                        " Parameters are those of the last global step. Restart this peer: it will take the swarm's"
                         " state. If it happens again, raise averaging_timeout or look at the other peers' connections."
                     )
                 if now - reported >= REPORT_S:

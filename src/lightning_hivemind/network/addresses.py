@@ -87,28 +87,28 @@ def parse_address(field: str, text: str) -> Address:
         AddressError: it is none; the message has the corrected form where that can be guessed.
     """
     if not text.startswith("/"):
-        raise _error(field, text, "is not a multiaddress: it must start with '/'", _suggest(text))
+        raise _error(field, text, "is not a multiaddress: it must start with '/'", _suggest_for(field, text))
     parts = text.strip("/").split("/")
     pairs: list[tuple[str, str]] = []
     position = 0
     while position < len(parts):
         name = parts[position]
         if name not in _PROTOCOLS:
-            raise _error(field, text, f"has an unknown part {name!r}", _suggest(text))
+            raise _error(field, text, f"has an unknown part {name!r}", _suggest_for(field, text))
         if _PROTOCOLS[name] and position + 1 >= len(parts):
-            raise _error(field, text, f"lacks the value after /{name}", _suggest(text))
+            raise _error(field, text, f"lacks the value after /{name}", _suggest_for(field, text))
         pairs.append((name, parts[position + 1] if _PROTOCOLS[name] else ""))
         position += 2 if _PROTOCOLS[name] else 1
     for name, value in pairs:
         problem = _problem_with(name, value)
         if problem:
-            raise _error(field, text, problem, _suggest(text))
+            raise _error(field, text, problem, _suggest_for(field, text))
     hosts = [(name, value) for name, value in pairs if name in _HOSTS]
     if not hosts:
-        raise _error(field, text, "names no host (ip4, ip6, dns4, dns6 or dnsaddr)", _suggest(text))
+        raise _error(field, text, "names no host (ip4, ip6, dns4, dns6 or dnsaddr)", _suggest_for(field, text))
     ports = [(name, int(value)) for name, value in pairs if name in ("tcp", "udp")]
     if not ports and hosts[0][0] != "dnsaddr":
-        raise _error(field, text, "names no port (/tcp/<port>, or /udp/<port>/quic-v1)", _suggest(text))
+        raise _error(field, text, "names no port (/tcp/<port>, or /udp/<port>/quic-v1)", _suggest_for(field, text))
     ids = [value for name, value in pairs if name in ("p2p", "ipfs")]
     return Address(
         text=text,
@@ -243,6 +243,12 @@ def is_peer_id(text: str) -> bool:
     zeros = len(text) - len(text.lstrip("1"))
     raw = b"\0" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
     return len(raw) >= 34 and raw[0] in (0x00, 0x12) and raw[1] == len(raw) - 2
+
+
+def _suggest_for(field: str, text: str) -> str | None:
+    """See :func:`_suggest`; who dials an address must know whose it is, who listens at it must not say so."""
+    found = _suggest(text)
+    return found.removesuffix(f"/p2p/{_PEER_ID_HINT}") if found and field != "initial_peers" else found
 
 
 def _suggest(text: str) -> str | None:

@@ -28,8 +28,9 @@ from lightning_hivemind.events import EventBus, PeerStarted, Waiting
 from lightning_hivemind.network import diagnosis
 from lightning_hivemind.network.answers import survive_late_answers
 from lightning_hivemind.network.forking import kept_from_children
-from lightning_hivemind.network.identity import IdentityLock, check_identity, without_self
+from lightning_hivemind.network.identity import LEAVE_S, IdentityLock, check_identity, without_self
 from lightning_hivemind.network.inherited import not_inherited
+from lightning_hivemind.network.ports import await_free
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child
 from lightning_hivemind.network.neighbours import keep_neighbours
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
@@ -134,6 +135,7 @@ class PeerNetwork:
         Emits :class:`Waiting` every 5 s, and :class:`PeerStarted` once up.
 
         Raises:
+            AddressError: a port of ``host_maddrs`` is in use.
             DaemonError: the daemon did not start within ``startup_timeout``, or died, or the identity is unusable.
             JoinError: none of ``initial_peers`` answered. After either, nothing is left running.
         """
@@ -142,6 +144,7 @@ class PeerNetwork:
         began = time.monotonic()
         check_identity(self.settings.identity_path)
         peers = without_self(self.settings.initial_peers, self.settings.identity_path)
+        await_free(self.settings.host_maddrs or (), LEAVE_S)
         start_shared_memory()
         survive_late_answers()
         self._identity.take()

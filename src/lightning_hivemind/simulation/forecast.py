@@ -24,7 +24,7 @@ class Forecast:
 
     Attributes:
         steps: that were made and measured; one more came before them.
-        simulated_s: virtual seconds of the measured steps.
+        simulated_s: virtual seconds of the measured steps; until it was given up, if there are none.
         step_s_median, step_s_p95: seconds from one step to the next; None if there was none.
         encoded_bytes: of one peer's gradient.
         sent_bytes_*, received_bytes_*: per peer and step; the largest is of the peer with the most.
@@ -139,7 +139,7 @@ def _read(world: PacedWorld, scenario: Scenario, churn: Churn) -> Forecast:
     return Forecast(
         peers=scenario.peers,
         steps=len(measured),
-        simulated_s=sum(times),
+        simulated_s=sum(times) if times else world.now,
         step_s_median=median(times) if times else None,
         step_s_p95=sorted(times)[math.ceil(0.95 * len(times)) - 1] if times else None,
         encoded_bytes=scenario.encoded_bytes,

@@ -91,6 +91,11 @@ class TrainingSession:
     def synchronise(self) -> None:
         self._schedulers.resume(self.engine.epoch)  # Lightning has loaded their state by now, if there is one
         outcome = self.engine.synchronise()
+        if self._a.initial_peers and self.engine.num_peers == 1:
+            log.warning(
+                "initial_peers answered, but nobody else is in run_id=%r yet: if others train already, theirs is another",
+                self._a.run_id,
+            )
         self.started = True
         self._progress.follow(outcome.epoch, committed=False)
         self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)

@@ -52,6 +52,8 @@ class CatchingUp:
         #: since when this peer has waited for a state, and when that was said last
         self._since: float | None = None
         self._said = math.inf
+        #: why there was none, when to say so again if it is still so, and after how long
+        self._problem, self._say_at, self._quiet_s = "", 0.0, PAUSE_S
         self._relay = Relay(
             parts.downloads,
             self._donors,
@@ -88,7 +90,7 @@ class CatchingUp:
             if found is not None:
                 self._took(found, began, news=news)
                 return found
-            self._events.emit(StateUnavailable(epoch=head.epoch, reason=problem, action="trying again"))
+            self._say(head, problem)
             time.sleep(PAUSE_S)
         return head if self._training.should_abort() else self._without(head, problem)
 
@@ -107,6 +109,17 @@ class CatchingUp:
         else:  # the swarm is a step ahead of its donors' parameters
             time.sleep(self._no_news_s)
             self._no_news_s = min(2 * self._no_news_s, PAUSE_S)
+
+    def _say(self, head: Head, problem: str) -> None:
+        """Why no state has come: once, and less and less often as long as it is the same."""
+        now = time.monotonic()
+        if problem != self._problem:
+            self._problem, self._say_at, self._quiet_s = problem, now, PAUSE_S
+        if now >= self._say_at:
+            self._quiet_s *= 2
+            self._say_at = now + self._quiet_s
+            reason = problem.rstrip(".")
+            self._events.emit(StateUnavailable(epoch=head.epoch, reason=reason, action="trying again"))
 
     def _without(self, head: Head, problem: str) -> Head:
         """No state has come: go on from this peer's own, unless that would part it from the swarm."""

@@ -253,7 +253,7 @@ class Driver:
         if not done.wait(ANSWER_S):
             raise EngineStuckError(
                 f"the thread that averages did not answer in {ANSWER_S:.0f} s. Parameters are those of the last"
-                " committed epoch. Restart this peer: it will take the swarm's state."
+                " global step. Restart this peer: it will take the swarm's state."
             )
 
     def _count(self, now: float) -> None:

@@ -48,6 +48,7 @@ _DTYPES = {
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     )
 }
+SAME = "All peers of a run_id must use the same optimizer."
 _Tensors = Sequence[Tensor]
 _Shape = tuple[str, tuple[int, ...]]
 
@@ -340,15 +341,15 @@ def _check(
     if len(state) != len(parameters) or len(groups) != len(optimizer.param_groups):
         raise StateError(
             f"{wrong}: {len(state)} parameters in {len(groups)} groups, here {len(parameters)} in"
-            f" {len(optimizer.param_groups)}. All peers of a run_id must use the same optimizer."
+            f" {len(optimizer.param_groups)}. {SAME}"
         )
     for own_group, theirs in zip(optimizer.param_groups, groups, strict=True):
         names = set(own_group) - LOCAL_SETTINGS
         if (set(theirs) ^ names) - EXTRA_SETTINGS:
-            raise StateError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(names)}.")
+            raise StateError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(names)}. {SAME}")
         for name, value in theirs.items():
             if name in own_group and not fits(own_group[name], value):
-                raise StateError(f"{wrong}: {name}={value!r}, here {own_group[name]!r}.")
+                raise StateError(f"{wrong}: {name}={value!r}, here {own_group[name]!r}. {SAME}")
     owners = [p for p, entry in zip(parameters, state, strict=True) for value in entry.values() if value is None]
     for entry in state:
         if len(entry) > MOST_PER_PARAMETER or not all(
