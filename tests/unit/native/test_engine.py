@@ -1,0 +1,196 @@
+"""What the training thread does between batches, with whole engines: it waits for rounds, or trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hivemind import codecs
+from lightning_hivemind.engine.native import engine as engine_module
+from lightning_hivemind.events import BatchAccumulated, RoundIncomplete, Waiting
+from swarm.engines import FOUNDER, Trainer, connected
+from swarm.town import wait_for
+
+STEP_DELAYED = {"delay_state_averaging": True, "delay_optimizer_step": True}
+ALL_DELAYS = {**STEP_DELAYED, "delay_grad_averaging": True}
+LOCAL = {"use_local_updates": True}
+#: arguments, and whether batches go on while a round is under way
+WAYS: list[tuple[dict[str, Any], bool]] = [
+    ({}, False),
+    ({"delay_state_averaging": True}, False),
+    (STEP_DELAYED, False),
+    (ALL_DELAYS, True),
+    (LOCAL, False),
+    ({**LOCAL, "delay_state_averaging": True}, True),
+]
+
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes trainers of one swarm; all but the first join it, and know one another when this returns."""
+    trainers: list[Trainer] = []
+    connected(monkeypatch)
+
+    def made(**given: Any) -> Trainer:
+        peers = {"initial_peers": [FOUNDER]} if trainers else {}
+        trainers.append(Trainer("abc"[len(trainers)], **{**peers, **given}))
+        wait_for(lambda: all(one.engine.num_peers == len(trainers) for one in trainers), "all know one another")
+        return trainers[-1]
+
+    yield made
+    for one in trainers:
+        one.engine.shutdown(5.0)
+
+
+def held(monkeypatch: pytest.MonkeyPatch, other: Trainer) -> Callable[[], None]:
+    """From now on ``other`` is called by rounds and comes to none; what is returned lets it come."""
+    handover, joins = other.parts.handover, other.parts.handover.ready_at
+    monkeypatch.setattr(handover, "ready_at", lambda now: now + 1000.0)
+
+    def let_go() -> None:
+        monkeypatch.setattr(handover, "ready_at", joins)
+        other.parts.driver.contributed()
+
+    return let_go
+
+
+@pytest.mark.parametrize(("given", "overlaps"), WAYS, ids=["+".join(given) or "none" for given, _ in WAYS])
+def test_the_next_batch_is_accumulated_while_a_round_is_held_open_only_with_overlap(
+    make: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], overlaps: bool
+) -> None:
+    """The other peer is called and does not come; once the batch that reached the target has waited for it, it does."""
+    peer, other = (make(matchmaking_time=60.0, averaging_timeout=120.0, **given) for _ in "ab")
+    peer.impatient = let_go = held(monkeypatch, other)
+    peer.begin()
+    assert peer.end(samples=16) is not overlaps, "who waits makes the step before it begins the next batch"
+    if overlaps:
+        wait_for(lambda: peer.parts.handover.under_way, "the round has called")
+        assert not peer.begin()
+        assert not peer.end()
+        assert peer.parts.handover.under_way
+        assert (peer.engine.epoch, peer.engine.local_samples) == (0, 24), "a batch more, and the round is still open"
+        assert len([event for event in peer.events if isinstance(event, BatchAccumulated)]) == 2
+        let_go()
+        wait_for(lambda: not peer.parts.handover.under_way, "the round has ended")
+        assert peer.begin(), "a step that was decided meanwhile is made before the next batch"
+    assert peer.engine.epoch == 1
+
+
+@pytest.mark.parametrize(("given", "overlaps"), WAYS, ids=["+".join(given) or "none" for given, _ in WAYS])
+def test_a_batch_begins_in_the_middle_of_a_round_that_called_between_two_only_with_overlap(
+    make: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], overlaps: bool
+) -> None:
+    """The other peer reaches the target, and comes to its own round only when this one has waited for it."""
+    peer = make(matchmaking_time=60.0, averaging_timeout=120.0, **given)
+    trains_on = {**LOCAL, "delay_state_averaging": True} if "use_local_updates" in given else ALL_DELAYS
+    other = make(matchmaking_time=60.0, averaging_timeout=120.0, **trains_on)
+    peer.begin()
+    assert not peer.end()
+    assert not peer.parts.handover.under_way, "there are samples missing"
+    peer.impatient = let_go = held(monkeypatch, other)
+    other.begin()
+    other.end()
+    wait_for(lambda: peer.parts.handover.under_way, "the round has called")
+    assert peer.begin() is not overlaps
+    assert (peer.engine.epoch, peer.parts.handover.under_way) == ((0, True) if overlaps else (1, False))
+    let_go()
+
+
+def test_training_goes_on_once_averaging_timeout_and_matchmaking_time_are_over_without_a_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other peer is in every round, and silent: each ends by ``averaging_timeout``, and another one begins."""
+    monkeypatch.setattr(engine_module, "REPORT_S", 0.0)
+    limits = {"matchmaking_time": 0.3, "averaging_timeout": 0.6, "next_chunk_timeout": 60.0}
+    peer, other = (make(averager_opts={"min_group_size": 2}, **limits, **given) for given in ({}, ALL_DELAYS))
+    monkeypatch.setattr(other.parts.driver._chunks, "send_input", lambda action: False)
+    peer.begin()
+    peer.end()
+    other.begin()
+    other.end()
+    wait_for(lambda: peer.parts.handover.under_way, "the round has called")
+
+    def gives_up() -> None:
+        peer.aborted = True
+
+    peer.patience, peer.impatient = 60, gives_up
+
+    def ended() -> set[str]:
+        return {event.reason for event in peer.events if isinstance(event, RoundIncomplete)}
+
+    batches, by_timeout = 1, "not finished in 0.6 s (allreduce_timeout or averaging_timeout)"
+    while by_timeout not in ended() and batches < 20:
+        assert not peer.begin()
+        assert not peer.end()
+        batches += 1
+        assert not peer.aborted, "it would have waited much longer, if not for ever"
+    assert peer.engine.local_samples == 8 * batches
+    assert peer.engine.epoch == 0
+    assert by_timeout in ended()
+    assert {event.limit_s for event in peer.events if isinstance(event, Waiting)} == {0.3 + 0.6}
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [({}, 1), (STEP_DELAYED, 2), (ALL_DELAYS, 3)], ids=["none", "step", "gradients"]
+)
+def test_each_delay_lets_gradients_be_one_step_older(make: Make, given: dict[str, Any], steps: int) -> None:
+    peer = make(target_batch_size=1000, **given)
+    peer.begin()
+    peer.end()
+    peer.engine._gradients.committed([], steps)
+    assert peer.engine.local_samples == 8
+    peer.engine._gradients.committed([], steps + 1)
+    assert peer.engine.local_samples == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "hosted", "at_once"),
+    [
+        ({}, False, True),
+        ({"delay_state_averaging": True}, True, True),
+        ({"delay_state_averaging": True, "offload_optimizer": False}, False, True),
+        ({**LOCAL, "delay_state_averaging": True}, False, True),
+        (STEP_DELAYED, True, False),
+    ],
+    ids=lambda value: ("+".join(value) or "none") if isinstance(value, dict) else None,
+)
+def test_delay_state_averaging_by_itself_moves_the_optimizer_to_host_memory_and_delays_nothing(
+    make: Make, given: dict[str, Any], hosted: bool, at_once: bool
+) -> None:
+    peer = make(target_batch_size=8, **given)
+    start = peer.weight.detach().clone()
+    peer.begin()
+    assert peer.end(0.5)
+    assert torch.equal(peer.weight, start - 0.5 if at_once else start)
+    peer.engine.flush()
+    assert torch.equal(peer.weight, start - 0.5)
+    (stepped,) = peer.engine.optimizer.param_groups[0]["params"]
+    assert (stepped is not peer.weight) is hosted
+
+
+@pytest.mark.parametrize(
+    ("codec", "least", "most"),
+    [(None, 0.0, 1e-6), (codecs.Float16Compression(), 1e-5, 2**-10), (codecs.Uniform8BitQuantization(), 1e-3, 2e-2)],
+    ids=["none", "Float16", "Uniform8Bit"],
+)
+def test_the_codec_of_parameters_is_that_of_local_updates(make: Make, codec: object, least: float, most: float) -> None:
+    """Both peers have the same bits, which are the mean of what each had become, but for what the codec rounds."""
+    patient = {"matchmaking_time": 60.0, "averaging_timeout": 120.0}
+    peers = [make(**LOCAL, **patient, state_averaging_compression=codec) for _ in "ab"]
+    torch.manual_seed(1)
+    start, gradients = peers[0].weight.detach().clone(), [torch.randn(1000) for _ in peers]
+    for peer, gradient in zip(peers, gradients, strict=True):
+        peer.begin()
+        peer.end(gradient)
+    wait_for(lambda: all(peer.parts.driver.status.head.epoch == 1 for peer in peers), "the step is decided")
+    for peer in peers:
+        peer.begin()
+    first, second = (peer.weight.detach() for peer in peers)
+    assert torch.equal(first, second)
+    change = -(gradients[0] + gradients[1]) / 2
+    assert least <= torch.dist(first, start + change) / change.norm() < most
