@@ -60,7 +60,8 @@ class Arguments:
     # -- what runs in the background ----------------------------------------------------------------------------------
     delay_state_averaging: bool = _argument(False, check.flag)
     """Needed by the two delays below. By itself it averages parameters while training goes on, with
-    ``use_local_updates`` or ``engine="hivemind"``; unset it there if the peers' parameters drift apart."""
+    ``use_local_updates`` or ``engine="hivemind"``; unset it there if the peers' parameters drift apart. Without
+    ``use_local_updates`` it offloads."""
 
     delay_optimizer_step: bool = _argument(None, check.optional(check.flag))
     """Step in the background; the result is applied at a later batch. Needs ``delay_state_averaging``; offloads. Set it

@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
-from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.simulation.scenario import Scenario
+from swarm.engines import Introduced
 from swarm.town import wait_for
 
 ALL_DELAYS = {"delay_state_averaging": True, "delay_grad_averaging": True, "delay_optimizer_step": True}
@@ -82,27 +82,6 @@ def test_who_trains_on_in_rounds_is_not_waited_for(given: dict[str, Any], waits_
     assert longest_wait_s(arguments) == pytest.approx(waits_s)
 
 
-class Introduced:
-    """In the place of libp2p: peers of one process know one another."""
-
-    everybody: ClassVar[dict[str, Introduced]] = {}
-
-    def __init__(self, me: str, run: str, links: Links, *, fingerprint: bytes, port: int, timeout_s: float) -> None:
-        self.me, self.links, self._fingerprint, self._port = me, links, fingerprint, port
-        self.everybody[me] = self
-
-    def introduce(self, peer: str, dials: bool) -> Introduction:
-        other = self.everybody[peer]
-        endpoints, token = (("127.0.0.1", other._port),), other.links.expect(self.me)
-        return Introduction(endpoints=endpoints, fingerprint=other._fingerprint, token=token)
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def built(me: str, arguments: Arguments) -> Parts:
     gradients = Gradients(me, [torch.nn.Parameter(torch.zeros(3))], Statistics([]), max_staleness=1)
     network: Any = SimpleNamespace(peer_id=me, dht=me)
@@ -133,3 +112,44 @@ def test_connections_are_encrypted_unless_the_user_wants_them_in_the_clear(
             peer.stop(time.monotonic() + 5.0)
     assert kinds == {socket.socket if insecure_lan else ssl.SSLSocket}
     assert ("in the clear" in caplog.text) == bool(insecure_lan)
+
+
+@pytest.mark.parametrize("given", [{"next_chunk_timeout": 4.25}, {"matchmaking_time": 4.25}], ids=str)
+def test_a_donor_may_be_silent_for_next_chunk_timeout(monkeypatch: pytest.MonkeyPatch, given: dict[str, float]) -> None:
+    monkeypatch.setattr(parts_module, "Introductions", Introduced)
+    one = built("a", Arguments(target_batch_size=64, **given))  # type: ignore[arg-type]
+    one.stop(time.monotonic() + 5.0)
+    assert one.downloads._silence_s == 4.25
+
+
+ONLY_OFFLOADS = "delay_state_averaging: by itself it does what offload_optimizer=True does"
+NOT_NEEDED = 'not needed with engine="native"'
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "unsaid"),
+    [
+        ({"delay_state_averaging": True}, [ONLY_OFFLOADS], [NOT_NEEDED]),
+        ({"delay_state_averaging": True, "offload_optimizer": False}, [f"delay_state_averaging: {NOT_NEEDED}"], []),
+        (
+            {"delay_state_averaging": True, "average_opt_statistics": ["exp_avg"]},
+            [ONLY_OFFLOADS, f"average_opt_statistics: {NOT_NEEDED}"],
+            [],
+        ),
+        ({"delay_state_averaging": True, "use_local_updates": True}, [], [NOT_NEEDED, ONLY_OFFLOADS]),
+        (ALL_DELAYS, [], [NOT_NEEDED, ONLY_OFFLOADS]),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
+)
+def test_of_an_argument_that_averages_nothing_is_said_what_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, Any],
+    said: list[str],
+    unsaid: list[str],
+) -> None:
+    monkeypatch.setattr(parts_module, "Introductions", Introduced)
+    with caplog.at_level("INFO", logger="lightning_hivemind"):
+        built("a", Arguments(target_batch_size=64, **given)).stop(time.monotonic() + 5.0)
+    assert [one for one in said if one not in caplog.text] == []
+    assert [one for one in unsaid if one in caplog.text] == []

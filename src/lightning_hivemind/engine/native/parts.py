@@ -116,11 +116,7 @@ def build(
         state_memory: for a state that this peer takes.
         last_step: see :class:`.Handover`.
     """
-    if names := needless(arguments):
-        log.info(
-            '%s: not needed with engine="native" (the default): peers are equal after every step, no state is averaged',
-            ", ".join(names),
-        )
+    _say_what_averages_nothing(arguments)
     layout = layout_of(gradients.elements)
     coded = [*coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), (gradients.marks, Exact())]
     codecs = per_chunk(coded, layout.spans)
@@ -161,6 +157,21 @@ def build(
         driver.stop(1.0)
         raise
     return Parts(handover=handover, driver=driver, donor=donor, downloads=downloads, introductions=asks)
+
+
+def _say_what_averages_nothing(arguments: Arguments) -> None:
+    names = needless(arguments)
+    if "delay_state_averaging" in names and arguments.offload_optimizer:
+        names.remove("delay_state_averaging")
+        log.info(
+            "delay_state_averaging: by itself it does what offload_optimizer=True does, and no state is averaged"
+            ' (engine="native", the default)'
+        )
+    if names:
+        log.info(
+            '%s: not needed with engine="native" (the default): peers are equal after every step, no state is averaged',
+            ", ".join(names),
+        )
 
 
 def _listen(links: Links, arguments: Arguments) -> int:
