@@ -46,6 +46,20 @@ def test_a_host_optimizer_steps_in_float32_only(precision: str, arguments: dict[
         check(precision, **arguments)
 
 
+class Scheduled(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+@pytest.mark.parametrize("arguments", OFFLOADED, ids=lambda a: next(iter(a)))
+def test_a_scheduler_of_the_module_is_refused_where_the_optimizer_is_created_anew(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"configure_optimizers returned a scheduler.*scheduler_fn="):
+        check("32-true", Scheduled(), **arguments)
+    check("32-true", Scheduled(), **{**arguments, "offload_optimizer": False})
+    check("32-true", **arguments, scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+
+
 def test_double_precision_is_refused_because_averaging_would_round_it() -> None:
     with pytest.raises(ArgumentError, match=r"torch\.float64.*round it to float32.*32-true"):
         check("64-true")
