@@ -232,6 +232,18 @@ def settings_in_hivemind(strategy: Any) -> dict[str, Any]:
     return found
 
 
+def settings_in_the_native_engine(strategy: Any) -> dict[str, Any]:
+    """What its parts hold of the arguments in a running fit."""
+    engine, dht = strategy._session.engine, strategy.dht
+    rounds = engine._parts.driver._peer._settings
+    return {
+        "dht": {name: dht.kwargs[name] for name in ("wait_timeout", "bootstrap_timeout")},
+        "rounds": {name: getattr(rounds, name) for name in ("matchmaking_s", "stall_s", "round_s")},
+        "donor_silence_s": engine._parts.downloads._silence_s,
+        "training_waits_s": engine._limit_s,
+    }
+
+
 def summary(trainer: Any, strategy: Any, model: Any) -> dict[str, Any]:
     epoch = trainer.global_step if strategy is None else strategy.global_epoch
     extra = [] if strategy is None else [tensor.tolist() for tensor in strategy.arguments.extra_tensors]
@@ -272,7 +284,8 @@ class BeforeBatch:
         if "record_scale" in spec.free:
             self._recorder.write("scale", value=self._strategy.precision_plugin.scaler.get_scale())
         if number == 0 and "record_settings" in spec.free:
-            self._recorder.write("settings", **settings_in_hivemind(self._strategy))
+            read = settings_in_hivemind if spec.engine == "hivemind" else settings_in_the_native_engine
+            self._recorder.write("settings", **read(self._strategy))
         if number == 1 and "move_parameters" in spec.free:
             with torch.no_grad():
                 for parameter in self._trainer.lightning_module.parameters():

@@ -8,7 +8,7 @@ import pytest
 
 from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import START_S, Swarm
-from swarm.marks import HIVEMIND_ONLY
+from swarm.marks import ANY_ENGINE, HIVEMIND_ONLY
 from swarm.replay import distance, next_step, replay
 
 pytestmark = pytest.mark.swarm
@@ -131,6 +131,28 @@ def test_limits_in_time_and_speed_reach_hivemind(swarm: Swarm) -> None:
             "sender_timeout": 7.0,
             "shutdown_timeout": 4.0,
         }
+
+
+@ANY_ENGINE
+def test_limits_in_time_reach_the_native_engine(swarm: Swarm) -> None:
+    """Each value is another than its default; read off the engine's own objects, and the DHT's, in a running fit."""
+    strategy = {
+        "matchmaking_time": 3.0,
+        "averaging_timeout": 50.0,
+        "allreduce_timeout": 41.0,
+        "next_chunk_timeout": 7.0,
+        "wait_timeout": 4.0,
+        "bootstrap_timeout": 9.0,
+    }
+    (peer,) = swarm.start(
+        1, together=False, quick=False, strategy=strategy, free={"record_settings": True}, trainer={"max_steps": 1}
+    )
+    swarm.finish()
+    (found,) = peer.said("settings")
+    assert found["dht"] == {"wait_timeout": 4.0, "bootstrap_timeout": 9.0}
+    assert found["rounds"] == {"matchmaking_s": 3.0, "stall_s": 7.0, "round_s": 41.0}
+    assert found["donor_silence_s"] == 7.0
+    assert found["training_waits_s"] == 53.0
 
 
 def test_statistics_of_the_optimizer_are_averaged_when_asked_for(swarm: Swarm) -> None:
