@@ -21,6 +21,8 @@ MARKS = {"HIVEMIND_ONLY": frozenset({"hivemind"}), "ANY_ENGINE": frozenset({"nat
 #: whose names are in a file of unit tests that is about one engine
 PACKAGES = {"native": "native", "stock": "hivemind"}
 NAMED = re.compile(r"`(test_\w+)`")
+#: what every test with real peers gives
+GIVEN_BY_ALL = {"target_batch_size", "engine"}
 #: what no test can reach from here, and the table says so
 OUT_OF_REACH = {"use_ipfs"}
 #: that a test of one engine shows as well as a test of the other: what it does ends before there is an engine
@@ -68,37 +70,55 @@ def cited_tests() -> dict[str, list[str]]:
     return found
 
 
-def rows() -> dict[str, frozenset[str]]:
-    """The engines on which these run."""
-    real, found = engines_of_tests(), dict[str, frozenset[str]]()
-    for argument, tests in cited_tests().items():
-        for name in tests:
-            assert name in real, f"there is no {name}"
-        found[argument] = frozenset[str]().union(*(real[name] for name in tests))
-    return found
-
-
 @cache
 def sources() -> dict[str, str]:
-    """Of each test what it is made of: its own lines, and those of its file's own names that are in them."""
+    """Of each test what it is made of: its own code, and that of its file's own names that are in it.
+
+    (And that of the constants that these are made of.)
+    """
     found: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
-        lines, names = text.splitlines(), dict[str, str]()
+        names, constants = dict[str, str](), dict[str, str]()
         for part in ast.parse(text).body:
-            first = min([part.lineno, *(one.lineno for one in getattr(part, "decorator_list", []))])
-            source = "\n".join(lines[first - 1 : part.end_lineno])
+            source = code_of(part)
             if isinstance(part, ast.ClassDef):
                 tests = [one for one in part.body if isinstance(one, ast.FunctionDef)]
                 names |= {one.name: source for one in tests} | {part.name: source}
             elif isinstance(part, ast.FunctionDef):
                 names[part.name] = source
-            elif isinstance(part, ast.Assign):
-                names |= {one.id: source for one in part.targets if isinstance(one, ast.Name)}
+            elif isinstance(part, ast.Assign | ast.AnnAssign):
+                targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+                constants |= {one.id: with_constants(source, constants) for one in targets if isinstance(one, ast.Name)}
         for test in (name for name in names if name.startswith("test_")):
             used = [names[one] for one in re.findall(r"\w+", names[test]) if one in names and one != test]
-            found[test] = "\n".join([names[test], *used])
+            found[test] = with_constants("\n".join([names[test], *used]), constants)
     return found
+
+
+def code_of(part: ast.stmt) -> str:
+    """Without comments and docstrings, which give no argument."""
+    for one in ast.walk(part):
+        if isinstance(one, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(one) is not None:
+            one.body[0] = ast.Pass()
+    return ast.unparse(part)
+
+
+def with_constants(source: str, constants: dict[str, str]) -> str:
+    return "\n".join([source, *(constants[one] for one in re.findall(r"\w+", source) if one in constants)])
+
+
+def engines_that_show(argument: str) -> frozenset[str]:
+    """The engines on which a test runs that is cited for this argument, and gives it."""
+    engines, made_of = engines_of_tests(), sources()
+    tests = cited_tests().get(argument, [])
+    assert tests, "it has no row"
+    for name in tests:
+        assert name in engines, f"there is no {name}"
+    given = re.compile(rf"\b{argument}\b")
+    giving = [name for name in tests if argument in GIVEN_BY_ALL or given.search(made_of[name])]
+    shown = frozenset[str]().union(*(engines[name] for name in giving))
+    return BOTH if argument in BEFORE_ANY_ENGINE and shown else shown
 
 
 def refused_by(engine: str) -> set[str]:
@@ -107,18 +127,8 @@ def refused_by(engine: str) -> set[str]:
 
 @pytest.mark.parametrize("engine", sorted(BOTH))
 @pytest.mark.parametrize("argument", [one.name for one in fields(Arguments) if "check" in one.metadata])
-def test_every_argument_runs_on_every_engine_or_is_refused_there(argument: str, engine: str) -> None:
+def test_a_test_that_gives_the_argument_runs_on_each_engine_or_it_is_refused_there(argument: str, engine: str) -> None:
     if argument in OUT_OF_REACH or (argument in refused_by(engine) and argument != "averager_opts"):
         return
-    assert argument in rows(), "it has no row"
-    covered = rows()[argument]
-    assert engine in (BOTH if argument in BEFORE_ANY_ENGINE and covered else covered), f"the tests run on {covered}"
-
-
-@pytest.mark.parametrize("argument", [one.name for one in fields(Arguments) if "check" in one.metadata])
-def test_a_test_of_an_argument_names_it(argument: str) -> None:
-    if argument in OUT_OF_REACH or argument == "target_batch_size":  # every test of the strategy gives that one
-        return
-    known = sources()
-    named = cited_tests()[argument]
-    assert any(re.search(rf"\b{argument}\b", known[test]) for test in named), f"none of {named} has it"
+    shown = engines_that_show(argument)
+    assert engine in shown, f"of {cited_tests()[argument]} those that give it run on {sorted(shown)}"
