@@ -30,9 +30,9 @@ from lightning_hivemind.network.answers import survive_late_answers
 from lightning_hivemind.network.forking import kept_from_children
 from lightning_hivemind.network.identity import LEAVE_S, IdentityLock, check_identity, without_self
 from lightning_hivemind.network.inherited import not_inherited
-from lightning_hivemind.network.ports import await_free
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child
 from lightning_hivemind.network.neighbours import keep_neighbours
+from lightning_hivemind.network.ports import await_free
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
 from lightning_hivemind.network.shared_memory import start_shared_memory
 from lightning_hivemind.network.sockets import SocketDirectory

@@ -93,7 +93,7 @@ class TrainingSession:
         outcome = self.engine.synchronise()
         if self._a.initial_peers and self.engine.num_peers == 1:
             log.warning(
-                "initial_peers answered, but nobody else is in run_id=%r yet: if others train already, theirs is another",
+                "initial_peers answered, but nobody else is in run_id=%r yet: others that train have another one",
                 self._a.run_id,
             )
         self.started = True

@@ -92,8 +92,19 @@ def test_a_state_of_fewer_samples_than_this_peer_s_own_is_not_taken(monkeypatch:
     assert scene.peer.run(HERE) == HERE
     assert not scene.installed
     reasons = [event.reason for event in scene.events if isinstance(event, StateUnavailable)]
-    assert "its state, of 0 samples, is older than that of this peer." in reasons
+    assert "its state, of 0 samples, is older than that of this peer" in reasons
     assert reasons[-1] == "who had it has gone, and nobody that lives has it"
+
+
+def test_why_no_state_comes_is_said_once_and_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catching_up, "NOBODY_S", 0.5)
+    monkeypatch.setattr(catching_up, "PAUSE_S", 0.01)
+    scene = Scene({"a": head(0, b"y")}, without=frozenset("a"))
+    scene.peer.run(HERE)
+    *told, _ = [event for event in scene.events if isinstance(event, StateUnavailable)]
+    # 0.02 s after the first one, 0.04 s after the second ...: asked some fifty times in half a second
+    assert 2 <= len(told) <= 6
+    assert {event.action for event in told} == {"trying again"}
 
 
 def test_whoever_has_it_is_asked_in_the_end_however_many_have_not() -> None:

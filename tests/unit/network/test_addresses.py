@@ -112,6 +112,8 @@ def test_listening_takes_port_0_and_refuses_a_peer_id_or_a_name() -> None:
         check_listened("host_maddrs", [f"/ip4/0.0.0.0/tcp/0/p2p/{ID}"])
     with pytest.raises(AddressError, match="must name an IP address of this machine"):
         check_listened("host_maddrs", ["/dns4/me.example.org/tcp/0"])
+    with pytest.raises(AddressError, match=r"/ip4/0\.0\.0\.0/tcp/3000(?!/p2p)"):
+        check_listened("host_maddrs", ["0.0.0.0:3000"])
 
 
 def test_announcing_needs_a_real_port_and_host() -> None:

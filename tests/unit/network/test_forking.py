@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +20,12 @@ def mapped_in_a_child(tensor: Tensor) -> float:
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
-        here = 0
-        for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
-            first, last = (int(one, 16) for one in line.split()[0].split("-"))
+        here, text, size = 0, memoryview(bytearray(1 << 20)), 0
+        with open("/proc/self/maps", "rb", buffering=0) as file:
+            while count := file.readinto(text[size:]):  # page by page: memory that is taken meanwhile would move lines
+                size += count
+        for line in bytes(text[:size]).splitlines():
+            first, last = (int(one, 16) for one in line.split()[0].split(b"-"))
             here += max(0, min(last, end) - max(first, begin))
         os.write(theirs, str(here / tensor.nbytes).encode())
         os._exit(0)
