@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -17,22 +18,22 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="el
 def mapped_in_a_child(tensor: Tensor) -> float:
     """The share of it that a child which is forked now has."""
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if not child:
-        here, text, size = 0, memoryview(bytearray(1 << 20)), 0
-        with open("/proc/self/maps", "rb", buffering=0) as file:
-            while count := file.readinto(text[size:]):  # page by page: memory that is taken meanwhile would move lines
+    text, size = memoryview(bytearray(1 << 20)), 0  # what the child maps itself may lie where it lacks the tensor
+    with tempfile.TemporaryFile() as told:
+        child = os.fork()
+        if not child:
+            maps = os.open("/proc/self/maps", os.O_RDONLY)
+            while count := os.readv(maps, [text[size:]]):
                 size += count
-        for line in bytes(text[:size]).splitlines():
-            first, last = (int(one, 16) for one in line.split()[0].split(b"-"))
-            here += max(0, min(last, end) - max(first, begin))
-        os.write(theirs, str(here / tensor.nbytes).encode())
-        os._exit(0)
-    found = float(os.read(ours, 100))
-    os.waitpid(child, 0)
-    os.close(ours)
-    os.close(theirs)
+            os.write(told.fileno(), text[:size])
+            os._exit(0)
+        os.waitpid(child, 0)
+        told.seek(0)
+        lines = told.read().splitlines()
+    found = 0.0
+    for line in lines:
+        first, last = (int(one, 16) for one in line.split()[0].split(b"-"))
+        found += max(0, min(last, end) - max(first, begin)) / tensor.nbytes
     return found
 
 
