@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,15 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native import driver as driver_module
-from lightning_hivemind.engine.native.codecs import Exact
+from lightning_hivemind.engine.native.codecs import (
+    BFloat16,
+    Blockwise4Bit,
+    Blockwise8Bit,
+    ChunkCodec,
+    Exact,
+    ScaledFloat16,
+    Uniform8Bit,
+)
 from lightning_hivemind.engine.native.driver import Driver
 from lightning_hivemind.engine.native.exchange import Exchange
 from lightning_hivemind.engine.native.layout import Layout, layout_of
@@ -26,8 +35,9 @@ from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
+from lightning_hivemind.engine.native.wire import outlet as outlet_module
 from lightning_hivemind.engine.native.wire.encoding import MAX_LIST, MAX_MESSAGE_BYTES, encode
-from lightning_hivemind.engine.native.wire.frames import Header, Kind
+from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.errors import EngineStuckError, WireError
@@ -117,14 +127,15 @@ class Trainee:
 class Run:
     """Some peers of one run, all at its root."""
 
-    def __init__(self, names: list[str], layout: Layout, *, secure: bool) -> None:
+    def __init__(self, names: list[str], layout: Layout, *, secure: bool, codec: ChunkCodec | None = None) -> None:
         self.layout, self.town = layout, Town(secure=secure)
         settings = Settings(run="run", target_samples=TARGET, chunks=layout.chunks)
         self.trainees = {name: Trainee(name) for name in names}
         self.drivers: dict[str, Driver] = {}
         root = Head.root("run", "founder")
         for name in names:
-            driver = Driver(Peer(settings, name, b"life"), self.trainees[name], layout, [Exact()] * layout.chunks)
+            codecs = [codec or Exact()] * layout.chunks
+            driver = Driver(Peer(settings, name, b"life"), self.trainees[name], layout, codecs)
             self.drivers[name] = driver
             driver.start(self.town.add(name, driver))
         for name, driver in self.drivers.items():
@@ -190,6 +201,31 @@ def test_three_peers_average_by_samples_and_all_get_the_same_bytes(
             assert torch.equal(trainee.values, given[name]), "what was given has changed"
         (commit,) = {trainee.commits[-1] for trainee in run.trainees.values()}
         assert {one.peer: one.samples for one in commit.contributions} == samples
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [Exact(), ScaledFloat16(), BFloat16(), Uniform8Bit(), Blockwise8Bit(), Blockwise4Bit()],
+    ids=lambda codec: codec.name,
+)
+def test_a_step_takes_hardly_more_bytes_than_it_must(
+    runs: list[Run], codec: ChunkCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of n peers has to send 2(n-1)/n of an encoded gradient. (Of 50 million values, chunks have 4 MiB.)"""
+    write, sent = outlet_module.write, list[int]()
+
+    def counted(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
+        sent.append(HEADER_BYTES + sum(memoryview(part).nbytes for part in payload))
+        write(sock, header, payload)
+
+    layout = layout_of(4_000_000)
+    run = Run(["a", "b", "c"], layout, secure=False, codec=codec)
+    runs.append(run)
+    monkeypatch.setattr(outlet_module, "write", counted)
+    run.contribute({"a": 10, "b": 30, "c": 24})
+    run.wait_for_commit(1)
+    ideal = 2 * (3 - 1) * sum(codec.size_bytes(layout.size(chunk)) for chunk in range(layout.chunks))
+    assert ideal <= sum(sent) <= 1.03 * ideal
 
 
 def test_a_peer_without_samples_gets_the_average_and_changes_nothing(runs: list[Run]) -> None:
