@@ -21,7 +21,7 @@ from bench_plan import (
 from bench_spec import Case
 from bench_stats import markdown_table, number, pair_ratios, summary
 from bench_tables import added_to
-from bench_turn import NO_STEP, Turn
+from bench_turn import NO_STEP, NO_WHOLE_STEP, Turn
 
 #: a case in which a step computes for no longer than this is one of the shortest step
 SHORTEST_S = 0.01
@@ -83,7 +83,7 @@ def _step_bars(turns: Sequence[Turn], case: Case) -> list[Bar]:
     def made_none(turn: Turn) -> bool:
         """Stock hivemind with quick batches: no whole step in its window."""
         none = turn.spec.kind == "stock" and math.isnan(turn.whole_step_s)
-        return none and (bool(turn.steps) or turn.failure.startswith(NO_STEP))
+        return none and (bool(turn.steps) or turn.failure.startswith((NO_STEP, NO_WHOLE_STEP)))
 
     def step_s(turn: Turn) -> float:
         """Of whole steps; who made none in its window needs at least that long."""

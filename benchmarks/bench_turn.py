@@ -35,7 +35,7 @@ GRACE_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.05
 #: how a failure begins where nothing else went wrong
-NO_STEP = "no global step"
+NO_STEP, NO_WHOLE_STEP = "no global step", "no whole step"
 
 
 @dataclass(kw_only=True)
@@ -239,7 +239,7 @@ def read_turn(turn: Turn, folder: Path) -> None:
     first, last = window["first"], window["last"]
     ends = [one for one in marks_of[0] if first["time"] <= one["time"] <= last["time"]]
     if len(ends) < 2:
-        turn.failure = f"no whole step within {last['time'] - first['time']:.0f} s"
+        turn.failure = f"{NO_WHOLE_STEP} within {last['time'] - first['time']:.0f} s"
         return
     begin, end = ends[0]["time"], ends[-1]["time"]
     turn.steps = int(ends[-1]["epoch"] - ends[0]["epoch"])

@@ -53,7 +53,7 @@ from bench_stats import (
     whole_share,
 )
 from bench_tables import all_tables
-from bench_turn import NO_STEP, Turn, read_turn
+from bench_turn import Turn, read_turn
 from herd import BATCH, Herd
 
 WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wait_s=0.5)
@@ -269,10 +269,11 @@ class TestBars:
         assert (sized.found, sized.holds) == ("0.200 (0.200 to 0.200); 3 of 3 within", True)
         assert bars_of_turns([turn(step_specs(2, 0.2)[1], 0, 0.8)]) == [], "not of the shortest step"
 
-    def test_where_stock_hivemind_makes_no_step_in_its_window_it_needs_that_long_at_least(self) -> None:
+    @pytest.mark.parametrize("failure", ["no global step within 15 s", "no whole step within 38 s"])
+    def test_where_stock_hivemind_makes_no_step_in_its_window_it_needs_that_long_at_least(self, failure: str) -> None:
         """With batches of a millisecond, two of three such turns end so."""
         spec = {one.contender: one for one in step_specs(2, 0.001)}
-        none = replace(turn(spec[STOCK_SIZED], 0, math.nan), steps=0, rounds=[], failure=f"{NO_STEP} within 15 s")
+        none = replace(turn(spec[STOCK_SIZED], 0, math.nan), steps=0, rounds=[], failure=failure)
         broken = replace(turn(spec[STOCK], 0, math.nan), steps=0, rounds=[], failure="peer 0 ended with status 1")
         _, stock, sized = bars_of_turns([turn(spec[NATIVE], 0, 0.02), none, broken])
         assert stock.holds is None

@@ -188,7 +188,7 @@ def read_introduction(data: bytes) -> Introduction:
     try:
         if len(data) > MAX_ANSWER_BYTES:
             raise ValueError(f"{len(data)} bytes")
-        endpoints, fingerprint, token = msgpack.unpackb(data, use_list=True, raw=False)
+        endpoints, fingerprint, token = msgpack.unpackb(data, use_list=True, raw=False, max_ext_len=0)
         pairs = tuple((host, port) for host, port in endpoints)
         sound = len(pairs) <= MOST_ENDPOINTS and all(_is_endpoint(host, port) for host, port in pairs)
         if not sound or not isinstance(fingerprint, bytes) or not isinstance(token, bytes):

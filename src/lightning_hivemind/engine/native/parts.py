@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lightning_hivemind.argument_rules import needless
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.codecs.powersgd import read_factory
-from lightning_hivemind.engine.native.codecs.base import Exact
+from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
 from lightning_hivemind.engine.native.codecs.mapping import Coding
 from lightning_hivemind.engine.native.codecs.mixed import per_chunk
 from lightning_hivemind.engine.native.driver import Driver
@@ -118,8 +118,7 @@ def build(
     """
     _say_what_averages_nothing(arguments)
     layout = layout_of(gradients.elements)
-    coded = [*coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), (gradients.marks, Exact())]
-    codecs = per_chunk(coded, layout.spans)
+    codecs = _codecs(gradients, coding, layout)
     kept = KEPT_VECTORS + KEPT_LEFT_OUT * any(codec.leaves_out for codec in codecs)
     memory.kept_bytes = int(kept * 4 * max(gradients.elements, gradients.whole))
     me, reduces = network.peer_id, not arguments.client_mode
@@ -128,12 +127,7 @@ def build(
     gives = not arguments.auxiliary
     handover = Handover(me, gradients, pace, reduces=reduces, gives=gives, last_step=last_step)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)
-    certificate = None if arguments.insecure_lan else Certificate.create()
-    if certificate is None:
-        log.warning(
-            "insecure_lan=True: gradients and states are sent in the clear; who can reach the network between the peers"
-            " can read and change them"
-        )
+    certificate = _certificate(arguments)
     introductions: list[Introductions] = []
     links = Links(
         driver,
@@ -172,6 +166,23 @@ def _say_what_averages_nothing(arguments: Arguments) -> None:
             '%s: not needed with engine="native" (the default): peers are equal after every step, no state is averaged',
             ", ".join(names),
         )
+
+
+def _codecs(gradients: Gradients, coding: Coding, layout: Layout) -> list[ChunkCodec]:
+    """Of each chunk."""
+    coded = [*coding.of_all(gradients.sizes, gradients.of_gradients, gradients.moments), (gradients.marks, Exact())]
+    return per_chunk(coded, layout.spans)
+
+
+def _certificate(arguments: Arguments) -> Certificate | None:
+    """None, and a warning, if everything is to be sent in the clear."""
+    if not arguments.insecure_lan:
+        return Certificate.create()
+    log.warning(
+        "insecure_lan=True: gradients and states are sent in the clear; who can reach the network between the peers"
+        " can read and change them"
+    )
+    return None
 
 
 def _listen(links: Links, arguments: Arguments) -> int:
