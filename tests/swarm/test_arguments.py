@@ -13,6 +13,16 @@ from swarm.replay import distance, next_step, replay
 
 pytestmark = pytest.mark.swarm
 
+#: in seconds, each another than its default
+LIMITS = {
+    "matchmaking_time": 3.0,
+    "averaging_timeout": 50.0,
+    "allreduce_timeout": 41.0,
+    "next_chunk_timeout": 7.0,
+    "wait_timeout": 4.0,
+    "bootstrap_timeout": 9.0,
+}
+
 
 def test_local_updates_step_at_every_batch_and_parameters_are_averaged(swarm: Swarm) -> None:
     peers = swarm.start(2, strategy={"use_local_updates": True}, trainer={"max_steps": 3}, delay_s=0.05)
@@ -105,15 +115,10 @@ def test_a_fixed_group_size_is_kept(swarm: Swarm) -> None:
 def test_limits_in_time_and_speed_reach_hivemind(swarm: Swarm) -> None:
     """Each value is another than its default; read off hivemind's own objects in a running fit."""
     strategy = {
-        "matchmaking_time": 3.0,
-        "averaging_timeout": 50.0,
-        "allreduce_timeout": 41.0,
-        "next_chunk_timeout": 7.0,
+        **LIMITS,
         "shutdown_timeout": 4.0,
         "performance_ema_alpha": 0.4,
         "tracker_opts": {"max_refresh_period": 2.5, "metadata_expiration": 33.0},
-        "wait_timeout": 4.0,
-        "bootstrap_timeout": 9.0,
     }
     (peer,) = swarm.start(
         1, together=False, quick=False, strategy=strategy, free={"record_settings": True}, trainer={"max_steps": 1}
@@ -136,16 +141,8 @@ def test_limits_in_time_and_speed_reach_hivemind(swarm: Swarm) -> None:
 @ANY_ENGINE
 def test_limits_in_time_reach_the_native_engine(swarm: Swarm) -> None:
     """Each value is another than its default; read off the engine's own objects, and the DHT's, in a running fit."""
-    strategy = {
-        "matchmaking_time": 3.0,
-        "averaging_timeout": 50.0,
-        "allreduce_timeout": 41.0,
-        "next_chunk_timeout": 7.0,
-        "wait_timeout": 4.0,
-        "bootstrap_timeout": 9.0,
-    }
     (peer,) = swarm.start(
-        1, together=False, quick=False, strategy=strategy, free={"record_settings": True}, trainer={"max_steps": 1}
+        1, together=False, quick=False, strategy=LIMITS, free={"record_settings": True}, trainer={"max_steps": 1}
     )
     swarm.finish()
     (found,) = peer.said("settings")

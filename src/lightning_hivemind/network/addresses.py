@@ -27,6 +27,8 @@ _HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?$")
 _PEER_ID_HINT = "<peer id>"
+#: arguments with addresses of this peer, which do not say whose they are
+_OWN = ("host_maddrs", "announce_maddrs")
 _HOST_AND_PORT = re.compile(
     r"^(?:[a-z0-9+]+://)?(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[^/:\s\[\]]+)):(?P<port>\d+)/?$"
 )
@@ -87,28 +89,28 @@ def parse_address(field: str, text: str) -> Address:
         AddressError: it is none; the message has the corrected form where that can be guessed.
     """
     if not text.startswith("/"):
-        raise _error(field, text, "is not a multiaddress: it must start with '/'", _suggest_for(field, text))
+        raise _error(field, text, "is not a multiaddress: it must start with '/'", _suggest(text))
     parts = text.strip("/").split("/")
     pairs: list[tuple[str, str]] = []
     position = 0
     while position < len(parts):
         name = parts[position]
         if name not in _PROTOCOLS:
-            raise _error(field, text, f"has an unknown part {name!r}", _suggest_for(field, text))
+            raise _error(field, text, f"has an unknown part {name!r}", _suggest(text))
         if _PROTOCOLS[name] and position + 1 >= len(parts):
-            raise _error(field, text, f"lacks the value after /{name}", _suggest_for(field, text))
+            raise _error(field, text, f"lacks the value after /{name}", _suggest(text))
         pairs.append((name, parts[position + 1] if _PROTOCOLS[name] else ""))
         position += 2 if _PROTOCOLS[name] else 1
     for name, value in pairs:
         problem = _problem_with(name, value)
         if problem:
-            raise _error(field, text, problem, _suggest_for(field, text))
+            raise _error(field, text, problem, _suggest(text))
     hosts = [(name, value) for name, value in pairs if name in _HOSTS]
     if not hosts:
-        raise _error(field, text, "names no host (ip4, ip6, dns4, dns6 or dnsaddr)", _suggest_for(field, text))
+        raise _error(field, text, "names no host (ip4, ip6, dns4, dns6 or dnsaddr)", _suggest(text))
     ports = [(name, int(value)) for name, value in pairs if name in ("tcp", "udp")]
     if not ports and hosts[0][0] != "dnsaddr":
-        raise _error(field, text, "names no port (/tcp/<port>, or /udp/<port>/quic-v1)", _suggest_for(field, text))
+        raise _error(field, text, "names no port (/tcp/<port>, or /udp/<port>/quic-v1)", _suggest(text))
     ids = [value for name, value in pairs if name in ("p2p", "ipfs")]
     return Address(
         text=text,
@@ -245,12 +247,6 @@ def is_peer_id(text: str) -> bool:
     return len(raw) >= 34 and raw[0] in (0x00, 0x12) and raw[1] == len(raw) - 2
 
 
-def _suggest_for(field: str, text: str) -> str | None:
-    """See :func:`_suggest`; who dials an address must know whose it is, who listens at it must not say so."""
-    found = _suggest(text)
-    return found.removesuffix(f"/p2p/{_PEER_ID_HINT}") if found and field != "initial_peers" else found
-
-
 def _suggest(text: str) -> str | None:
     """The multiaddress that was probably meant; None if there is no good guess."""
     if is_peer_id(text):
@@ -279,6 +275,8 @@ def _host_part(host: str) -> str:
 
 def _error(field: str, text: str, problem: str, suggestion: str | None) -> AddressError:
     fix = f" Write {suggestion}" if suggestion else " An example: /ip4/203.0.113.7/tcp/31330/p2p/12D3Koo..."
+    if field in _OWN:
+        fix = _without_peer_id(fix)
     return AddressError(f"{field}={text!r}: {problem}.{fix}")
 
 

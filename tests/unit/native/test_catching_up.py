@@ -97,14 +97,19 @@ def test_a_state_of_fewer_samples_than_this_peer_s_own_is_not_taken(monkeypatch:
 
 
 def test_why_no_state_comes_is_said_once_and_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catching_up, "NOBODY_S", 0.5)
-    monkeypatch.setattr(catching_up, "PAUSE_S", 0.01)
+    monkeypatch.setattr(catching_up, "NOBODY_S", 2.0)
+    monkeypatch.setattr(catching_up, "PAUSE_S", 0.05)
     scene = Scene({"a": head(0, b"y")}, without=frozenset("a"))
     scene.peer.run(HERE)
     *told, _ = [event for event in scene.events if isinstance(event, StateUnavailable)]
-    # 0.02 s after the first one, 0.04 s after the second ...: asked some fifty times in half a second
+    # 0.1 s after the first one, 0.2 s after the second ...: asked some forty times in two seconds
     assert 2 <= len(told) <= 6
     assert {event.action for event in told} == {"trying again"}
+    before = len(scene.events)
+    scene.peer.settled()
+    scene.peer.run(HERE)
+    *again, _ = [event for event in scene.events[before:] if isinstance(event, StateUnavailable)]
+    assert len(again) >= 2, "of another state that it waits for it is said anew"
 
 
 def test_whoever_has_it_is_asked_in_the_end_however_many_have_not() -> None:

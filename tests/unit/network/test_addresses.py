@@ -116,6 +116,12 @@ def test_listening_takes_port_0_and_refuses_a_peer_id_or_a_name() -> None:
         check_listened("host_maddrs", ["0.0.0.0:3000"])
 
 
+@pytest.mark.parametrize("field", ["initial_peers", "INITIAL_PEERS", "trusted_relays"])
+def test_who_dials_an_address_is_told_that_it_names_its_peer(field: str) -> None:
+    with pytest.raises(AddressError, match=re.escape("/ip4/192.0.2.1/tcp/3000/p2p/<peer id>")):
+        check_peers(field, ["192.0.2.1:3000"])
+
+
 def test_announcing_needs_a_real_port_and_host() -> None:
     check_announced("announce_maddrs", ["/ip4/203.0.113.7/tcp/31330", "/dns4/me.example.org/tcp/31330"])
     with pytest.raises(AddressError, match=r"port 0.*Write /ip4/203\.0\.113\.7/tcp/<port>"):

@@ -75,6 +75,7 @@ class CatchingUp:
         problem, tried = "no peer shares its state", self._since is not None
         if self._since is None:
             self._since = self._said = began
+            self._problem = ""  # (what was wrong with an earlier one is said again)
         while not self._stops():
             left_s = self._since + self._a.load_state_timeout - time.monotonic()
             donors = self._donors(preferred)
