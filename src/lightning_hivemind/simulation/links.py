@@ -13,7 +13,7 @@ The model, in order of what it leaves out:
   TCP is for.
 * *Two peers that cannot be dialled do not reach one another.*
 
-Headers of TCP, IP and TLS, connections' start-up, queues in routers and the rest of the household are left out.
+Headers of TLS, connections' start-up, queues in routers and the rest of the household are left out.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from lightning_hivemind.engine.native.wire.lanes import LOSSY, useful
 
 PeerId = str
 SEGMENT_BYTES = 1460
+#: of what a line is said to carry: a packet over Ethernet has 66 bytes for that, IP and TCP (with its timestamps)
+PAYLOAD = 1448 / 1514
 MATHIS = 1.22
 RETRANSMIT_S = 0.2
 
 
 @dataclass(kw_only=True, slots=True)
 class Wire:
-    """One peer's line, and until when it is taken. Rates in bytes per second, times in seconds.
+    """One peer's line, and until when it is taken. Rates in bytes of data per second, times in seconds.
 
     ``*_messages`` are for the messages, which pass the data.
     """

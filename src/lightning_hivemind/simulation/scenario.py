@@ -11,7 +11,7 @@ from lightning_hivemind.engine.native.layout import Layout, layout_of
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.engine.native.wire.speed import FAST
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.simulation.links import SharedLinks, Wire
+from lightning_hivemind.simulation.links import PAYLOAD, SharedLinks, Wire
 from lightning_hivemind.simulation.paced_world import PacedWorld
 from lightning_hivemind.simulation.profiles import PROFILES, Line
 from lightning_hivemind.simulation.trainer import Habits
@@ -141,10 +141,8 @@ class Scenario:
         return world
 
     def _wire(self, line: Line, dialled: bool) -> Wire:
-        up = (self.up_mbit_s or line.up_mbit_s) * 1e6 / 8
-        return Wire(
-            up=up, down=line.down_mbit_s * 1e6 / 8, latency_s=line.latency_ms / 1e3, loss=line.loss, dialled=dialled
-        )
+        up, down = (PAYLOAD * 1e6 / 8 * rate for rate in (self.up_mbit_s or line.up_mbit_s, line.down_mbit_s))
+        return Wire(up=up, down=down, latency_s=line.latency_ms / 1e3, loss=line.loss, dialled=dialled)
 
 
 def _share_out(count: int, lines: tuple[Line, ...]) -> list[Line]:
