@@ -29,25 +29,36 @@ UNDONE = Undone(first=48, last=49, samples=64)
 class Scene:
     """A peer that stands at ``HERE`` and owes the state of ``GOAL``; ``offers``: what each of the others has."""
 
-    def __init__(self, offers: dict[str, Head | None], without: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        offers: dict[str, Head | None],
+        without: frozenset[str] = frozenset(),
+        *,
+        auxiliary: bool = False,
+        helpers: frozenset[str] = frozenset(),
+    ) -> None:
         self.offers, self.asked, self.installed, self.events = offers, [], [], list[Event]()
         self.goal = GOAL
-        status = SimpleNamespace(head=GOAL, living=tuple(sorted(offers)), cut=(), clients=frozenset())
-        driver = SimpleNamespace(status=status, adopt=lambda *_, **__: None)
+        #: heads that were followed, when each download began
+        self.followed_before: list[int] = []
+        self.status = SimpleNamespace(head=GOAL, living=tuple(sorted(offers)), cut=(), clients=frozenset())
+        self.followed: list[Head] = []
+        driver = SimpleNamespace(status=self.status, adopt=lambda *_, **__: None, follow=self.follow)
         handover = SimpleNamespace(
             replaced=lambda: None,
+            owe=lambda: None,
             settle=lambda found: found == self.goal,
             leads_on=lambda head: True,
             take_decided=lambda: DECIDED,
         )
         downloads = SimpleNamespace(fetch=self.fetch, share=0.5, memory=StateMemory())
-        arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=False, client_mode=False)
+        arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=auxiliary, client_mode=False)
         bus = EventBus()
         bus.subscribe(self.events.append)
         self.peer = CatchingUp(
             arguments,  # type: ignore[arg-type]
             SimpleNamespace(driver=driver, handover=handover, downloads=downloads),  # type: ignore[arg-type]
-            SimpleNamespace(auxiliaries=[], trainers=set(offers)),  # type: ignore[arg-type]
+            SimpleNamespace(auxiliaries=sorted(helpers), trainers=set(offers) - helpers),  # type: ignore[arg-type]
             SimpleNamespace(without=without),  # type: ignore[arg-type]
             SimpleNamespace(should_abort=lambda: False),  # type: ignore[arg-type]
             SimpleNamespace(  # type: ignore[arg-type]
@@ -57,6 +68,14 @@ class Scene:
             bus,
         )
 
+    def join(self, goal: Head) -> None:
+        self.status.head = None
+        self.peer.join(goal)
+
+    def follow(self, head: Head) -> None:
+        self.followed.append(head)
+        self.status.head = head
+
     def adopt(self, description: Any, memory: Any, decided: object) -> Undone:
         assert decided is DECIDED
         self.installed.append(description.head)
@@ -64,6 +83,7 @@ class Scene:
 
     def fetch(self, donors: list[str], read: Callable[[Any], Any], timeout_s: float, stops: Any, **_: Any) -> Any:
         self.asked.append(donors)
+        self.followed_before.append(len(self.followed))
         stops()
         for donor in donors:
             if self.offers[donor] is not None:
@@ -155,3 +175,77 @@ def test_who_has_got_in_step_by_a_step_and_needs_a_state_much_later_has_all_the_
     scene.peer.settled()
     scene.offers["a"] = GOAL
     assert scene.peer.run(HERE) == GOAL
+
+
+FRESH = [head(0, b"a"), head(0, b"b")]
+
+
+@pytest.mark.parametrize(("here", "goal"), [(HERE, GOAL), FRESH, FRESH[::-1]])
+def test_who_starts_takes_part_in_rounds_from_when_a_state_is_described(here: Head, goal: Head) -> None:
+    """Also where nobody has made a step: of two heads without samples either may outweigh the other."""
+    scene = Scene({"a": goal})
+    scene.goal = goal
+    scene.join(goal)
+    assert scene.followed == []
+    assert scene.peer.run(here) == goal
+    assert scene.followed == [goal]
+    assert scene.followed_before == [0]
+    assert not [event for event in scene.events if isinstance(event, StateUnavailable)]
+
+
+def test_who_starts_takes_part_where_the_state_is_that_is_described() -> None:
+    scene, described = Scene({"a": head(1632)}), head(1632)  # a step was made meanwhile
+    scene.goal = described
+    scene.join(GOAL)
+    assert scene.peer.run(HERE) == described
+    assert scene.followed == [described]
+
+
+@pytest.mark.parametrize("offer", [None, head(0, b"y")], ids=["nothing", "too old"])
+def test_who_starts_and_gets_none_described_takes_part_all_the_same(
+    offer: Head | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catching_up, "NOBODY_S", 0.1)
+    scene = Scene({"a": offer}, without=frozenset("a"))
+    scene.join(GOAL)
+    assert scene.peer.run(HERE) == HERE
+    assert scene.followed == [GOAL]
+    assert scene.followed_before[0] == 0
+    assert set(scene.followed_before[1:]) == {1}
+
+
+def test_who_starts_and_finds_nobody_takes_part_where_they_were() -> None:
+    scene = Scene({})
+    scene.join(GOAL)
+    assert scene.peer.run(HERE) == HERE
+    assert scene.followed == [GOAL]
+    reasons = [event.reason for event in scene.events if isinstance(event, StateUnavailable)]
+    assert reasons == ["nobody is there"]
+
+
+def test_who_starts_takes_part_after_a_while_whatever_its_donors_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catching_up, "NOWHERE_S", 0.0)
+    scene = Scene({"a": GOAL})
+    scene.join(GOAL)
+    during: list[int] = []
+    read = scene.peer._stepper.read
+    scene.peer._stepper.read = lambda offer: (during.append(len(scene.followed)), read(offer))[1]  # type: ignore
+    scene.peer.run(HERE)
+    assert during == [1], "before anything was described"
+    assert scene.followed == [GOAL]
+
+
+def test_who_can_ask_helpers_only_takes_part_at_once() -> None:
+    """They fetch the state first, and each step that is made meanwhile must be here."""
+    scene = Scene({"h": GOAL}, helpers=frozenset("h"))
+    scene.status.cut = ("t",)
+    scene.status.living = ("h",)
+    scene.join(GOAL)
+    scene.peer.run(HERE)
+    assert scene.followed_before == [1]
+
+
+def test_a_helper_that_starts_takes_part_at_once() -> None:
+    scene = Scene({"a": GOAL}, auxiliary=True)
+    scene.join(GOAL)
+    assert scene.followed == [GOAL]

@@ -57,6 +57,15 @@ def test_a_batch_of_who_gives_much_less_than_each_of_the_others_is_not_waited_fo
     assert (one.join_at(now + 0.47) > now + 0.47) is waits
 
 
+def test_a_round_is_expected_to_call_as_long_after_a_step_as_the_last_ones_did() -> None:
+    one, now = pace(batch_s=1.0, step_s=4.0, others=50)
+    assert not one.calls_within(2.0, now + 1.0)
+    assert one.calls_within(2.0, now + 3.0)
+    assert one.calls_within(2.0, now + 5.0), "it is overdue"
+    assert not one.calls_within(2.0, now + 7.0), "something holds it up: it may take for ever"
+    assert not Pace(TARGET, longest_s=LONGEST_S).calls_within(1e9, now), "no step was made yet"
+
+
 def test_who_has_only_joined_is_waited_for_as_soon_as_it_gives_as_much_as_the_others() -> None:
     one, now = pace(batch_s=1.0, step_s=1.0, others=50)
     for mine in (0, 0, 0, 50, 50, 50, 50):

@@ -375,6 +375,16 @@ def test_a_state_that_is_given_stays_as_it_is_over_a_step_or_is_gone(trainee: Tr
         assert second.key != first.key
 
 
+def test_what_others_fetch_already_is_no_more_to_send() -> None:
+    trainee = Trainee(buffers=[torch.zeros(2)])
+    first = trainee.stepper.snapshot(None)
+    assert first is not None
+    assert trainee.stepper.bytes_to_send(None) == trainee.stepper.state_bytes > 0
+    assert trainee.stepper.bytes_to_send(first) == 0
+    trainee.step(averages(1, 9)[0], 1)
+    assert trainee.stepper.bytes_to_send(first) == trainee.stepper.state_bytes
+
+
 def test_where_somebody_else_changes_parameters_a_state_is_copied_at_once() -> None:
     """A hook that clamps weights, or an embedding with max_norm: between two steps."""
     trainee = Trainee(buffers=[torch.zeros(2)])

@@ -24,6 +24,8 @@ REPORT_S = 5.0
 PAUSE_S = 0.5
 #: so long nobody must have had the swarm's state before it is given up: records are seconds late
 NOBODY_S = 15.0
+#: that who joins takes part in no round, at most
+NOWHERE_S = 3.0
 #: before donors that are no further than this peer are asked again; doubled up to PAUSE_S
 NO_NEWS_S = 0.05
 
@@ -52,6 +54,8 @@ class CatchingUp:
         #: since when this peer has waited for a state, and when that was said last
         self._since: float | None = None
         self._said = math.inf
+        #: where it will stand that has not begun to take part in rounds
+        self._joins: Head | None = None
         #: why there was none, when to say so again if it is still so, and after how long
         self._problem, self._say_at, self._quiet_s = "", 0.0, PAUSE_S
         self._relay = Relay(
@@ -62,6 +66,23 @@ class CatchingUp:
             training.should_abort,
             arguments.load_state_timeout,
         )
+
+    def join(self, head: Head) -> None:
+        """This peer has just started, and others stand at ``head``: what they are asked for is theirs.
+
+        It takes part in rounds, and so keeps their averages, from when a state is described: the donor waits for a
+        round that would send as much to it at the same time. (If none is described soon, it does so without.)
+        """
+        self._joins = head
+        if self._a.auxiliary:  # needs no state
+            self._follow(head)
+        self._parts.handover.owe()
+
+    def _follow(self, head: Head | None) -> None:
+        """Take part in rounds from now on, if this peer does not yet."""
+        if self._joins is not None and head is not None:
+            self._joins = None
+            self._parts.driver.follow(head)
 
     def run(self, head: Head, preferred: Collection[str] = ()) -> Head:
         """Fetch and install a state; returns where this peer stands then: where it stood (``head``) if nobody has one.
@@ -84,16 +105,22 @@ class CatchingUp:
             if self._other_trainers and self._nobody_has_it():
                 return self._go_on(head, "who had it has gone, and nobody that lives has it", gives_up=True)
             tried = True
+            if set(self._records.auxiliaries).issuperset(donors):
+                self._follow(self._joins)  # they fetch it first, and rounds go on meanwhile
             try:
                 found, news = self._fetch(donors, max(0.0, left_s), None if preferred else head)
             except StateError as failure:
                 found, news, problem = None, False, str(failure)
+            self._follow(self._joins)
             if found is not None:
                 self._took(found, began, news=news)
                 return found
             self._say(head, problem)
             time.sleep(PAUSE_S)
-        return head if self._training.should_abort() else self._without(head, problem)
+        if self._training.should_abort():
+            return head
+        self._follow(self._joins)
+        return self._without(head, problem)
 
     def settled(self) -> None:
         """This peer is where the swarm is: for a state that it needs later it waits anew."""
@@ -149,8 +176,13 @@ class CatchingUp:
         return head
 
     def _stops(self) -> bool:
-        """Whether this process is being stopped. Says every few seconds what is waited for."""
+        """Whether this process is being stopped. Says every few seconds what is waited for.
+
+        Who joins is a member of rounds after a while, whatever its donors wait for.
+        """
         now = time.monotonic()
+        if self._since is not None and now - self._since >= NOWHERE_S:
+            self._follow(self._joins)
         if self._since is not None and now - self._said >= REPORT_S:
             self._said = now
             what, limit_s = f"the swarm's state ({self._parts.downloads.share:.0%} is here)", self._a.load_state_timeout
@@ -214,7 +246,8 @@ class CatchingUp:
         def read(data: memoryview) -> Description:
             description = self._stepper.read(data)
             head = description.head
-            if here is None or head in (here, self._parts.driver.status.head) or head.outweighs(here):
+            if here is None or head in (here, self._joins, self._parts.driver.status.head) or head.outweighs(here):
+                self._follow(head)
                 return description
             raise StateError(f"its state, of {head.samples} samples, is older than that of this peer.")
 

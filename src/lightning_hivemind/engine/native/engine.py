@@ -129,10 +129,11 @@ class NativeEngine:
     def synchronise(self) -> StepOutcome:
         parts, whereabouts = self._running(), self._whereabouts
         assert whereabouts is not None
+        assert self._catching_up is not None
         heads = [head for head in whereabouts.first_look() if head != Head.nowhere()]
         best = max(heads, key=lambda one: (one.samples, one.epoch), default=None)
         if best is not None and (best.outweighs(self._head) or (self._a.initial_peers and self._head.epoch == 0)):
-            parts.driver.follow(best)
+            self._catching_up.join(best)
         else:
             parts.driver.adopt(self._head)
         whereabouts.start()
@@ -265,6 +266,8 @@ class NativeEngine:
                 self._stepper.step(average, head, step.counted, carried, mine=step.mine)
             self._note_parameters()
         self._head = head
+        with self._running().handover.changed:
+            self._running().handover.changed.notify_all()  # who waits for a state of it
         self._reports.step(step)
 
     def _note_parameters(self) -> None:
@@ -293,7 +296,8 @@ class NativeEngine:
             return None
         memory = self._stepper.room_for_copy(known)
         made, running = lambda: self._stepper.head, lambda: self._parts is parts
-        if not await_step(parts.donor, parts.driver, parts.handover, made, running):
+        size = self._stepper.bytes_to_send(known)
+        if not await_step(parts.donor, parts.driver, parts.handover, made, running, size):
             return None
         return self._stepper.snapshot(known, memory)
 

@@ -29,8 +29,7 @@ WAITING_BYTES = 1 << 30
 MOST_WAITING = 64
 #: of its line, for who has not done a batch yet, or fetches a state: it reduces where nobody else can
 HARDLY = 1e-6
-#: a peer that is further behind takes a whole state
-MOST_ON_DISK = 1000
+MOST_ON_DISK = 1000  # a peer that is further behind takes a whole state
 #: of this peer's own, with a state after each
 MOST_FAILURES = 3
 
@@ -43,7 +42,8 @@ class Handover:
 
     Attributes:
         owes: the parameters here are not those of a head from which the steps that are here lead on: a state must be
-            fetched. Meanwhile this peer takes part in rounds without giving anything, and keeps what they bring.
+            fetched. In rounds meanwhile this peer gives nothing, and keeps what they bring.
+        pace: for whoever has the lock of ``changed``.
         stops_at: the epoch after which all stop, once that was decided in a step; whether or not it is made here.
     """
 
@@ -57,7 +57,7 @@ class Handover:
         gives: bool,
         last_step: Callable[[], int] = lambda: -1,
     ) -> None:
-        self._me, self._gradients, self._pace, self._reduces, self._gives = me, gradients, pace, reduces, gives
+        self._me, self._gradients, self.pace, self._reduces, self._gives = me, gradients, pace, reduces, gives
         self._last_step = last_step
         self._most_waiting = max(2, min(MOST_WAITING, WAITING_BYTES // max(1, 4 * gradients.elements)))
         self.changed = threading.Condition()
@@ -65,8 +65,8 @@ class Handover:
         #: steps with samples of this peer, until they are made here
         self._decided: list[Decided] = []
         self._head: Head | None = None
-        self._lost = self._refused = 0
-        self._doomed = 0  # samples that would be too old once this peer's line is free; told then
+        #: samples; those doomed would be too old once this peer's line is free, and are told then
+        self._lost = self._refused = self._doomed = 0
         #: epochs whose round came to nothing, and why it did last
         self._untold: dict[int, str] = {}
         #: why its own part in rounds went wrong, since it was in a commit
@@ -94,7 +94,7 @@ class Handover:
     def called(self, now: float) -> float:
         """A round calls: :meth:`ready_at`, for the first time."""
         with self.changed:
-            self._pace.called(now)
+            self.pace.called(now)
         return self.ready_at(now)
 
     def ready_at(self, now: float) -> float:
@@ -103,7 +103,7 @@ class Handover:
         If now, the training thread begins no batch before the round is over.
         """
         with self.changed:
-            at = now if self.owes or self.hands_over else self._pace.join_at(now)
+            at = now if self.owes or self.hands_over else self.pace.join_at(now)
             if at <= now:
                 self._join(now)
             return at
@@ -113,7 +113,7 @@ class Handover:
             self._began = time.monotonic()
             self._join(self._began)
         contribution, values = (self._gradients.give() if self.gives else None) or (None, None)
-        spare = HARDLY if self.owes or (self._gives and self._pace.starts) else 1.0
+        spare = HARDLY if self.owes or (self._gives and self.pace.starts) else 1.0
         epoch = 0 if self._head is None else self._head.epoch
         offer = Offer(
             contribution=contribution,
@@ -143,7 +143,7 @@ class Handover:
         with self.changed:
             began = self._began if self.under_way else now
             others = len(commit.contributions) - len(listed)
-            self._pace.step(commit.samples - mine, now, mine=mine, others=others)
+            self.pace.step(commit.samples - mine, now, mine=mine, others=others)
             follows = self._head in (None, commit.parent)  # else a step was lost on the way to here
             self._head, self.under_way = commit.head, False
             self._lost += lost
@@ -184,13 +184,13 @@ class Handover:
     @property
     def can_hand_over(self) -> bool:
         with self.changed:
-            return self._gives and self._gradients.can_be_carried and not self._pace.stands_still(time.monotonic())
+            return self._gives and self._gradients.can_be_carried and not self.pace.stands_still(time.monotonic())
 
     def hand_over(self, takes_s: float) -> Parcel | None:
         if not self._gives or self.owes:
             return None
         with self.changed:
-            steps = self._pace.steps_within(takes_s, time.monotonic())
+            steps = self.pace.steps_within(takes_s, time.monotonic())
         lost, parcel = self._gradients.hand_over(steps)
         if lost:
             with self.changed:
@@ -200,7 +200,7 @@ class Handover:
     def hands_over_in(self, after_s: float, takes_s: float) -> None:
         now = time.monotonic()
         with self.changed:
-            steps, in_all = (self._pace.steps_within(one, now) for one in (takes_s, after_s + takes_s))
+            steps, in_all = (self.pace.steps_within(one, now) for one in (takes_s, after_s + takes_s))
         self._doomed += self._gradients.make_fresh(steps, in_all)
 
     def handed_over(self, to: PeerId, parcel: Parcel, outcome: Outcome, duration_s: float) -> None:
@@ -265,7 +265,7 @@ class Handover:
             if self.ready(head) or waits:
                 return False
             self._since = now if self.waits else None
-            self._pace.begin_batch(now)
+            self.pace.begin_batch(now)
             return True
 
     @property
@@ -290,12 +290,12 @@ class Handover:
 
     def end_batch(self) -> None:
         with self.changed:
-            self._pace.end_batch(time.monotonic())
+            self.pace.end_batch(time.monotonic())
 
     def hold_until(self) -> float:
         """How long not to begin another batch: see :meth:`.Pace.hold_until`."""
         with self.changed:
-            return self._pace.hold_until(self.samples, time.monotonic())
+            return self.pace.hold_until(self.samples, time.monotonic())
 
     def next_step(self, head: Head) -> Step | None:
         """The step that leads on from ``head``, if it is here."""
@@ -339,7 +339,7 @@ class Handover:
         with self.changed:
             if self._head == head:
                 self.owes = False
-                self._pace.join()
+                self.pace.join()
             return not self.owes
 
     def _join(self, now: float) -> None:

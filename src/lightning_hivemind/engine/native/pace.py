@@ -113,6 +113,12 @@ class Pace:
         elapsed_s = min(now - self._last_step, self._step_s)
         return int((elapsed_s + duration_s) / self._step_s + MARGIN)
 
+    def calls_within(self, duration_s: float, now: float) -> bool:
+        """Whether a round will probably call until then; not if it should have done so as long ago."""
+        if self._last_step is None or self._target_s is None:
+            return False
+        return abs(self._last_step + self._target_s - now) <= duration_s
+
     def stands_still(self, now: float) -> bool:
         """Whether no step was decided for so long that the next one may need this peer's own."""
         return self._last_step is None or now - self._last_step > STANDSTILL * max(LEAST_S, self._step_s or 0.0)

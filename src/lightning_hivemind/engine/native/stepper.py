@@ -210,6 +210,11 @@ class Stepper:
         self._copied = found.key, states
         return found
 
+    def bytes_to_send(self, known: Snapshot | None) -> int:
+        """Of :meth:`snapshot`, as long as no step is made; 0 if that is ``known``."""
+        with self.lock:
+            return 0 if self._is_right(known) else self.state_bytes
+
     def _is_right(self, known: Snapshot | None) -> bool:
         """Whether it is what a new one would be."""
         if known is None or known.content.gone or known.head != self.head:

@@ -117,7 +117,7 @@ class Whereabouts:
                 self._look()
                 status, now = self._driver.status, time.monotonic()
                 what = (status.head, status.cuts, self._owes())
-                if now - published[0] > (PUBLISH_S if what != published[1:] else AGAIN_S):
+                if status.head is not None and now - published[0] > (PUBLISH_S if what != published[1:] else AGAIN_S):
                     published = (now, *what)
                     self._publish()
             except Exception:  # memory, say. Without this thread nobody would be found any more, nor this peer
