@@ -94,7 +94,7 @@ def test_a_donor_that_waits_for_a_step_first_has_longer_before_another_is_asked(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "STAGGER_S", 0.0)
-    monkeypatch.setattr(download, "FIRST_STAGGER_S", 1.5)
+    monkeypatch.setattr(download, "FIRST_STAGGER_S", 30.0)
     waits = [0.3, 60.0]
     gone = threading.Event()
 
