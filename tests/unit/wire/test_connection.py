@@ -11,10 +11,11 @@ import pytest
 
 from lightning_hivemind.engine.native.wire import connection
 from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
-from lightning_hivemind.engine.native.wire.connection import Follower, close, read_exactly, tune, write
+from lightning_hivemind.engine.native.wire.connection import Follower, close, has_ended, read_exactly, tune, write
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.speed import Line, Sent, line_of, sent
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
+from swarm.town import wait_for
 
 SIZE, BUFFER, TIMEOUT_S = 256 << 10, 16 << 10, 0.3
 Pair = tuple[socket.socket, socket.socket]
@@ -129,6 +130,36 @@ def test_bbr_is_for_lines_on_which_an_answer_takes_its_time(
     monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3, 0.2))
     Follower(plain).look()
     assert congestion(plain) == b"bbr", "it is thin, and full"
+
+
+def test_where_only_bbr_and_reno_are_allowed_a_near_line_has_reno() -> None:
+    """As for a user who is not root, where BBR is the system's default."""
+
+    class Restricted:
+        has = b"bbr"
+
+        def getsockopt(self, *_: int) -> bytes:
+            return self.has
+
+        def setsockopt(self, level: int, option: int, name: bytes) -> None:
+            if name not in (b"bbr", b"reno"):
+                raise PermissionError
+            self.has = name
+
+    sock = Restricted()
+    connection._control(sock, near=True)  # type: ignore[arg-type]
+    assert sock.has == b"reno"
+    connection._control(sock, near=False)  # type: ignore[arg-type]
+    assert sock.has == b"bbr"
+
+
+def test_the_end_of_a_connection_is_seen_without_reading_from_it(pair: Pair) -> None:
+    writes, reads = pair
+    assert not has_ended(writes)
+    close(reads)
+    wait_for(lambda: has_ended(writes), "the end")
+    close(writes)
+    assert has_ended(writes)
 
 
 def test_how_long_an_answer_takes_is_seen(plain: socket.socket) -> None:

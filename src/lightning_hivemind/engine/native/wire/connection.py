@@ -6,6 +6,7 @@ A TLS socket that two threads use both ways has known defects in Python, and one
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
 from collections.abc import Iterator
@@ -87,8 +88,10 @@ def _control(sock: socket.socket, *, near: bool) -> None:
     another one, stands there; and it keeps what it has instead of what it lacks.
     """
     if hasattr(socket, "TCP_CONGESTION") and near == has_bbr(sock):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic" if near else b"bbr")
+        for name in (b"cubic", b"reno") if near else (b"bbr",):  # reno is allowed to everybody
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+                break
 
 
 def has_bbr(sock: socket.socket) -> bool:
@@ -107,6 +110,16 @@ def wake(sock: socket.socket) -> None:
     """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the other end has closed it, or the other end's system has. (Where the system says so without a read.)"""
+    poll = select.poll()
+    try:
+        poll.register(sock, getattr(select, "POLLRDHUP", 0))
+        return bool(poll.poll(0))
+    except (OSError, ValueError):  # closed here meanwhile
+        return True
 
 
 def close(sock: socket.socket) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import Follower, pieces, wake, why, write
+from lightning_hivemind.engine.native.wire.connection import Follower, has_ended, pieces, wake, why, write
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
@@ -85,6 +85,9 @@ class Outlet:
         """Find out whether the other end lives. Blocks for a moment."""
         self.send(*PING)
         time.sleep(RESET_S)  # if nobody is there, that is the answer to the first, and found with the second
+        for sock in self.connections:
+            if has_ended(sock):
+                wake(sock)  # on a busy machine the first may not have been sent yet
         self.send(*PING)
 
     @property
