@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_hivemind.engine.native.codecs import ChunkCodec, Exact, ScaledFloat16, TopK
+from lightning_hivemind.engine.native.codecs import ChunkCodec, Exact, ScaledFloat16, TopK, Uniform8Bit
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.exchange import Exchange, UnusableInput
 from lightning_hivemind.engine.native.layout import Layout
@@ -53,6 +53,28 @@ def exchange_all(exchanges: dict[str, Exchange], plan: Plan) -> Commit:
 
 def random(seed: int) -> torch.Tensor:
     return torch.randn(LAYOUT.elements, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_nobody_has_to_send_is_not_encoded() -> None:
+    """Also where another peer was to reduce the chunk, and what a codec leaves out had been kept for the next round."""
+    exchange = Exchange(LAYOUT, [TopK(8)] * 2, "a", random(0))
+    plan = plan_of({"a": 8}, reducers="a")
+    exchange.begin(plan)
+    exchange.input(0)
+    for chunk in (0, 1):
+        exchange.keep_own(chunk)
+        exchange.reduce(chunk, plan.contributions)
+    commit = Commit(round=plan.round, parent=plan.parent, contributions=plan.contributions, digest=b"d")
+    rest = exchange.left_out(commit, complete=True)
+    assert rest is not None
+    torch.testing.assert_close(8 * exchange.result + rest, 8 * random(0))
+    rounded = Exchange(LAYOUT, [Uniform8Bit()] * 2, "a", random(0))
+    rounded.begin(plan)
+    rounded.keep_own(0)
+    rounded.reduce(0, plan.contributions)
+    once = torch.empty(512)
+    Uniform8Bit().decode(Uniform8Bit().encode(random(0)[:512]), once)
+    assert torch.equal(rounded.result[:512], once)
 
 
 @pytest.mark.parametrize("codecs", [[TopK(8), TopK(8)], [Exact(), TopK(4)]], ids=["both chunks", "one"])

@@ -131,8 +131,9 @@ class Exchange:
         return data
 
     def keep_own(self, chunk: int) -> None:
-        """This peer reduces the chunk itself."""
-        self._inputs[chunk, self._me] = self.input(chunk)
+        """This peer reduces the chunk itself, with what it gives as it is: nobody has to send it."""
+        if self._codecs[chunk].leaves_out:
+            self._unsent[self._layout.span(chunk)].zero_()  # it may have been encoded for an owner of before
 
     # ------------------------------------------------------------------ what others give
 
@@ -164,14 +165,9 @@ class Exchange:
         size, total = self._layout.size(chunk), sum(one.samples for one in contributions)
         target = self.result[self._layout.span(chunk)]
         codec = self._codecs[chunk]
-        values = self._memory.scratch(0 if isinstance(codec, Exact) else size)
+        room = self._memory.scratch(0 if isinstance(codec, Exact) else size)
         for number, one in enumerate(contributions):
-            data = self._inputs[chunk, one.peer]
-            if isinstance(codec, Exact):
-                values = view_of(data, torch.float32)
-            else:
-                codec.decode(data, values)
-            weight = one.samples / total
+            values, weight = self._values(chunk, one.peer, room), one.samples / total
             if number == 0:
                 torch.mul(values, weight, out=target)
             else:
@@ -185,11 +181,21 @@ class Exchange:
         if codec.leaves_out:
             self._unsaid[chunk] = average.sub_(target)
 
+    def _values(self, chunk: int, peer: PeerId, room: Tensor) -> Tensor:
+        """What that peer gives to a chunk, where it lies, or decoded into ``room``."""
+        if peer == self._me:
+            assert self._given is not None, "this peer has nothing to give in this round"
+            return self._given[self._layout.span(chunk)]
+        data, codec = self._inputs[chunk, peer], self._codecs[chunk]
+        if isinstance(codec, Exact):
+            return view_of(data, torch.float32)
+        codec.decode(data, room)
+        return room
+
     def _refuse(self, chunk: int, contributions: Sequence[Contribution]) -> None:
-        values = torch.empty(self._layout.size(chunk))
+        room = torch.empty(self._layout.size(chunk))
         for one in contributions:
-            self._codecs[chunk].decode(self._inputs[chunk, one.peer], values)
-            if not finite(values):
+            if not finite(self._values(chunk, one.peer, room)):
                 raise UnusableInput(one.peer, "its gradient has values that are not finite")
         raise UnusableInput(contributions[-1].peer, "with its gradient the sum is more than float32 can hold")
 
