@@ -41,8 +41,6 @@ POLL_S = 0.1
 #: another donor is asked when those before have not sent everything after so long, and will take so much longer: what
 #: it costs that one is to be worth it
 STAGGER_S, WORTH_S = 1.0, 1.0
-#: the same, before there is any description: a donor may wait for a step first
-FIRST_STAGGER_S = 4.0
 #: that a copy of a state and its digest may take, or a helper to fetch it
 DESCRIPTION_S = 300.0
 #: once there is a description that is not enough, how much longer the other donors' are waited for
@@ -232,8 +230,7 @@ class Downloads:
     def _ask_around(self, attempt: _Attempt, now: float, *, hurries: bool = False) -> None:
         """Ask for descriptions: those that were not asked, one after another, and those that do not answer, again."""
         with self._changed:
-            stagger_s = STAGGER_S if attempt.offers else FIRST_STAGGER_S
-            due = hurries or not (attempt.asked or attempt.offers) or now - attempt.asked_at >= stagger_s
+            due = hurries or not (attempt.asked or attempt.offers) or now - attempt.asked_at >= STAGGER_S
             asks = attempt.spare[: None if hurries else 1] if due else []
             del attempt.spare[: len(asks)]
             attempt.asked_at = now if asks else attempt.asked_at
