@@ -1,6 +1,6 @@
 """How much of a long, bad line the native engine's connections use.
 
-    PYTHONPATH=tests python benchmarks/lines.py    # half an hour, a third of it for one cell; writes benchmarks/results/lines.md
+    PYTHONPATH=tests python benchmarks/lines.py    # half an hour; writes benchmarks/results/lines.md
 
 Two network namespaces, and a process that carries their packets, with a delay, a width and losses (``swarm.line``): the
 TCP in between is the kernel's own. 25 frames of 1 MiB go one way, three times; the last time counts. Contenders: one

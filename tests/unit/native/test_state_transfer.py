@@ -90,17 +90,6 @@ def test_where_one_is_quick_enough_nobody_else_is_asked(office: Office, monkeypa
     assert {name for name, _ in office.asked} == {"a"}
 
 
-def test_a_donor_that_does_not_answer_is_not_waited_for_longer_than_a_moment(office: Office) -> None:
-    """It may be frozen, and the only other one that has the state may soon be gone."""
-    office.add_rogue("a", mute)
-    office.add("b", snapshot(2))
-    began = time.monotonic()
-    found = office.fetch("a", "b", timeout_s=30.0)
-    assert found is not None
-    assert torch.equal(found[1], snapshot(2).content.copy())
-    assert time.monotonic() - began < download.STAGGER_S + 2.0
-
-
 def test_where_one_will_soon_have_sent_everything_nobody_else_is_asked(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
