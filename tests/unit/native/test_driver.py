@@ -6,8 +6,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -295,7 +296,7 @@ def test_who_asks_for_what_is_being_made_is_sent_it_once(runs: list[Run], monkey
     run = Run(["a", "b"], Layout(5000, chunk_elements=1000), secure=True)
     runs.append(run)
     sent: Counter[tuple[Kind, bytes, int]] = Counter()
-    asked, send, see, make, keep = [], Links.send, driver_module.decode, Exchange.input, Exchange.keep_own
+    asked, send, see = [], Links.send, driver_module.decode
 
     def counts(links: Links, peer: str, header: Header, payload: Payload = ()) -> None:
         sent[header.kind, header.round, header.chunk] += header.kind is Kind.INPUT
@@ -306,18 +307,17 @@ def test_who_asks_for_what_is_being_made_is_sent_it_once(runs: list[Run], monkey
         asked.extend([message] if isinstance(message, Missing) and message.inputs else [])
         return message
 
-    def takes_long(exchange: Exchange, chunk: int) -> memoryview:
-        time.sleep(0.4)  # so b hears nothing for longer than resend_s, while a sees to a chunk of its own
-        return make(exchange, chunk)
+    def slowly(make: Callable[[Exchange, int], Any]) -> Callable[[Exchange, int], Any]:
+        def takes_long(exchange: Exchange, chunk: int) -> Any:
+            time.sleep(0.4)  # so b hears nothing for longer than resend_s, while a sees to a chunk of its own
+            return make(exchange, chunk)
 
-    def takes_long_to_keep(exchange: Exchange, chunk: int) -> None:
-        time.sleep(0.4)
-        keep(exchange, chunk)
+        return takes_long
 
     monkeypatch.setattr(Links, "send", counts)
     monkeypatch.setattr(driver_module, "decode", reads)
-    monkeypatch.setattr(Exchange, "input", takes_long)
-    monkeypatch.setattr(Exchange, "keep_own", takes_long_to_keep)
+    for name in ("input", "keep_own"):
+        monkeypatch.setattr(Exchange, name, slowly(getattr(Exchange, name)))
     run.contribute({"a": 80, "b": 0})  # b makes none, and ticks
     run.wait_for_commit(1)
     assert asked

@@ -75,13 +75,13 @@ class CatchingUp:
         """
         self._joins = head
         if self._a.auxiliary:  # needs no state
-            self._follow(head)
+            self._take_part()
         self._parts.handover.owe()
 
-    def _follow(self, head: Head | None) -> None:
-        """Take part in rounds from now on, if this peer does not yet."""
-        if self._joins is not None and head is not None:
-            self._joins = None
+    def _take_part(self, head: Head | None = None) -> None:
+        """In rounds from now on, if this peer does not yet: at ``head``, or where the others stood."""
+        if self._joins is not None:
+            head, self._joins = head or self._joins, None
             self._parts.driver.follow(head)
 
     def run(self, head: Head, preferred: Collection[str] = ()) -> Head:
@@ -106,12 +106,12 @@ class CatchingUp:
                 return self._go_on(head, "who had it has gone, and nobody that lives has it", gives_up=True)
             tried = True
             if set(self._records.auxiliaries).issuperset(donors):
-                self._follow(self._joins)  # they fetch it first, and rounds go on meanwhile
+                self._take_part()  # they fetch it first, and rounds go on meanwhile
             try:
                 found, news = self._fetch(donors, max(0.0, left_s), None if preferred else head)
             except StateError as failure:
                 found, news, problem = None, False, str(failure)
-            self._follow(self._joins)
+            self._take_part()
             if found is not None:
                 self._took(found, began, news=news)
                 return found
@@ -119,7 +119,7 @@ class CatchingUp:
             time.sleep(PAUSE_S)
         if self._training.should_abort():
             return head
-        self._follow(self._joins)
+        self._take_part()
         return self._without(head, problem)
 
     def settled(self) -> None:
@@ -182,7 +182,7 @@ class CatchingUp:
         """
         now = time.monotonic()
         if self._since is not None and now - self._since >= NOWHERE_S:
-            self._follow(self._joins)
+            self._take_part()
         if self._since is not None and now - self._said >= REPORT_S:
             self._said = now
             what, limit_s = f"the swarm's state ({self._parts.downloads.share:.0%} is here)", self._a.load_state_timeout
@@ -247,7 +247,7 @@ class CatchingUp:
             description = self._stepper.read(data)
             head = description.head
             if here is None or head in (here, self._joins, self._parts.driver.status.head) or head.outweighs(here):
-                self._follow(head)
+                self._take_part(head)
                 return description
             raise StateError(f"its state, of {head.samples} samples, is older than that of this peer.")
 

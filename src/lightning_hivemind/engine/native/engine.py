@@ -266,8 +266,9 @@ class NativeEngine:
                 self._stepper.step(average, head, step.counted, carried, mine=step.mine)
             self._note_parameters()
         self._head = head
-        with self._running().handover.changed:
-            self._running().handover.changed.notify_all()  # who waits for a state of it
+        changed = self._running().handover.changed
+        with changed:
+            changed.notify_all()  # who waits for a state of it
         self._reports.step(step)
 
     def _note_parameters(self) -> None:
