@@ -33,7 +33,7 @@ from lightning_hivemind.engine.native.protocol.messages import Message, Missing
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.plan import Offer, Plan, make_plan
 from lightning_hivemind.engine.native.protocol.roster import Place
-from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.protocol.settings import DETECT_S, Settings
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
 from lightning_hivemind.engine.native.wire import outlet as outlet_module
@@ -128,9 +128,17 @@ class Trainee:
 class Run:
     """Some peers of one run, all at its root."""
 
-    def __init__(self, names: list[str], layout: Layout, *, secure: bool, codec: ChunkCodec | None = None) -> None:
-        self.layout, self.town = layout, Town(secure=secure)
-        settings = Settings(run="run", target_samples=TARGET, chunks=layout.chunks)
+    def __init__(
+        self,
+        names: list[str],
+        layout: Layout,
+        *,
+        secure: bool,
+        codec: ChunkCodec | None = None,
+        detect_s: float = DETECT_S,
+    ) -> None:
+        self.layout, self.town = layout, Town(secure=secure, detect_s=detect_s)
+        settings = Settings(run="run", target_samples=TARGET, chunks=layout.chunks, detect_s=detect_s)
         self.trainees = {name: Trainee(name) for name in names}
         self.drivers: dict[str, Driver] = {}
         root = Head.root("run", "founder")
@@ -587,14 +595,14 @@ def test_who_is_late_gets_the_bytes_that_were_committed_whatever_the_others_do_w
 ) -> None:
     """More than fits into the kernel's buffers: what waits to be sent is the memory in which the average is."""
     *quick, slow = by_rank(["a", "b", "c"], "run")  # who leads hears of nothing either, while it reads nothing
-    run = Run(["a", "b", "c"], layout_of(12 << 20), secure=secure)
+    run = Run(["a", "b", "c"], layout_of(12 << 20), secure=secure, detect_s=60.0)
     runs.append(run)
     late, go_on = run.drivers[slow], threading.Event()
     arrived = late.arrived
 
     def slowly(peer: str, header: Header, payload: memoryview | None) -> None:
         if header.kind is Kind.RESULT:
-            go_on.wait(1.0)  # for each of sixteen; a connection that nobody reads for two seconds is dead
+            go_on.wait(30.0)
         arrived(peer, header, payload)
 
     give = run.trainees[slow].give
