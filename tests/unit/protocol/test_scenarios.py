@@ -843,3 +843,27 @@ def test_who_calls_again_and_again_and_begins_nothing_is_followed_for_a_bounded_
     assert sum(waits) > 50.0
     assert len(waits) > 25, "most of the time it is not followed (a round takes 1.1 s here)"
     assert table.applied[SECOND] == table.applied[THIRD]
+
+
+@pytest.mark.parametrize("frozen", [FIRST, SECOND])
+def test_who_stood_still_while_it_followed_a_call_follows_the_next_one(frozen: str) -> None:
+    """Its own, too, if it was the coordinator: it did not wait in vain, and would shun it for four times as long."""
+    peers, now = {name: Peer(SETTINGS, name, b"life") for name in (FIRST, SECOND)}, 0.0
+    root = Head.root("run", "a")
+    for name, peer in peers.items():
+        peer.adopt(root, (), now)
+        peer.saw(SECOND if name == FIRST else FIRST, Place(head=root, samples=0, stamp=1.0), now)
+    one = peers[frozen]
+    if frozen == FIRST:
+        one.contributed(16, now)
+    else:
+        one.receive(FIRST, Call(round=b"1" * 16, head=root), now)
+    assert any(isinstance(action, Called) for action in one.take())
+    one.tick(20.0)
+    assert any(isinstance(action, GiveUp) for action in one.take())
+    if frozen == FIRST:
+        for tenth in range(1, 30):
+            one.contributed(16, 20.0 + tenth / 10)
+    else:
+        one.receive(FIRST, Call(round=b"2" * 16, head=root), 21.0)
+    assert any(isinstance(action, Called) for action in one.take())

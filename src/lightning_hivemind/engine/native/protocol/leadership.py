@@ -237,9 +237,9 @@ class Leadership:
         self.dismiss("the others have committed", now)
         self._failures, self._hold_until, self._suspended_until = 0, 0.0, 0.0
 
-    def ended(self, coordinator: PeerId, since: float, now: float) -> None:
+    def ended(self, coordinator: PeerId, after_s: float, now: float) -> None:
         """A round came to nothing. If that took long, another one calls the next, or this peer does so later."""
-        if now < since + self._settings.matchmaking_s:
+        if after_s < self._settings.matchmaking_s:
             return
         if coordinator == self._me:
             self._hold_until = now + self._settings.matchmaking_s

@@ -236,7 +236,7 @@ class Peer:
     def suspended(self, now: float) -> None:
         """This process stood still until now: the others may have gone on without it."""
         self._last = now
-        self._rounds.leadership.suspended(now)
+        self._rounds.suspended(now)
         self._settle(now)
 
     def leave(self, reason: str, now: float) -> None:
@@ -350,7 +350,7 @@ class Peer:
         """Before every event: was this process suspended? (It is called several times within ``detect_s``.)"""
         slept, self._last = now - self._last > self.standstill_s, now
         if slept:
-            self._rounds.leadership.suspended(now)
+            self._rounds.suspended(now)
 
     def _settle(self, now: float) -> None:
         """After every event: do what follows, until nothing does."""

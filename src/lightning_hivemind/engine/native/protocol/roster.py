@@ -20,6 +20,8 @@ RECEIVES_SLOWLY, SENDS_SLOWLY = 1 << 20, 1 << 21
 MAY_BE_CUT, ARRIVES_STEPS = 1 << 19, SURELY_LIVES + 1
 #: who was lost so long ago, and has published nothing since, will not: whoever comes back is as one that is new
 FORGET_S = 600.0
+#: who calls, and begins nothing for as long as one waits for that, is not followed for so many times as long
+SHUNNED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,8 @@ class Roster:
         self._cut: dict[PeerId, Cut] = {}
         #: candidates that let a round pass at this epoch
         self._idle: set[PeerId] = set()
+        #: until when whose calls are declined; see :data:`SHUNNED`
+        self._shunned: dict[PeerId, float] = {}
         #: what others say that the swarm has; nothing where it was found not to have it
         self._told = 0
         self._mistold = False
@@ -224,6 +228,16 @@ class Roster:
     def let_pass(self, peer: PeerId) -> None:
         """It should have called a round, and did not."""
         self._idle.add(peer)
+
+    def shun(self, coordinator: PeerId, waited_s: float, now: float) -> None:
+        """It has called for so long, and begun nothing; but who is fitter to lead than this peer is followed."""
+        self._shunned = {peer: until for peer, until in self._shunned.items() if until > now}
+        if coordinator != self._me and not self.is_fitter(coordinator):
+            self._shunned[coordinator] = now + SHUNNED * waited_s
+
+    def shuns(self, peer: PeerId, now: float) -> bool:
+        """Whether its calls are declined."""
+        return now < self._shunned.get(peer, now)
 
     # ------------------------------------------------------------------ what follows from it
 

@@ -42,8 +42,6 @@ from lightning_hivemind.engine.native.protocol.trailing import Trailing
 
 #: ended rounds that are remembered, so that a late message does not revive one
 REMEMBERED = 64
-#: who calls, and begins nothing for as long as one waits for that, is not followed for so many times as long
-SHUNNED = 4
 
 
 class Rounds:
@@ -67,8 +65,8 @@ class Rounds:
         self._inquiry: Inquiry | None = None
         #: rounds that this peer does not enter again; true: it has promised to take no commit from the coordinator
         self._over: OrderedDict[RoundId, bool] = OrderedDict()
-        #: until when whose calls are declined; see :data:`SHUNNED`
-        self._shunned: dict[PeerId, float] = {}
+        #: when this process went on that had stood still
+        self._woke = float("-inf")
 
     # ------------------------------------------------------------------ what one may ask
 
@@ -142,10 +140,10 @@ class Rounds:
             return
         # a little longer than the coordinator itself takes
         patience_s = self._settings.round_s if self._member is not None else self._settings.matchmaking_s
-        if now >= joined.since + 1.25 * patience_s + 2 * self._settings.resend_s:
-            if self._member is None and not self._roster.is_fitter(joined.coordinator):
-                self._shunned = {peer: until for peer, until in self._shunned.items() if until > now}
-                self._shunned[joined.coordinator] = now + SHUNNED * (now - joined.since)
+        patience_s = 1.25 * patience_s + 2 * self._settings.resend_s
+        if now >= joined.since + patience_s:
+            if self._member is None and (waited_s := self._awake_s(joined.since, now)) >= patience_s:
+                self._roster.shun(joined.coordinator, waited_s, now)
             self._coordinator_lost(now)
         elif now >= joined.resend_at:
             joined.resend_at = now + self._settings.resend_s
@@ -156,6 +154,11 @@ class Rounds:
                 joined.heard_at = now
                 self._ask(joined)
 
+    def suspended(self, now: float) -> None:
+        """This process stood still until now."""
+        self._woke = now
+        self.leadership.suspended(now)
+
     # ------------------------------------------------------------------ coming together
 
     def on_call(self, sender: PeerId, message: Call, now: float) -> None:
@@ -165,7 +168,7 @@ class Rounds:
             self._standing.same(sender, message.head)
         elif head is None or message.round in self._over or not self._standing.same(sender, message.head):
             self._send(sender, Decline(round=message.round, head=self._standing.head))
-        elif self.trailing.full or now < self._shunned.get(sender, now):
+        elif self.trailing.full or self._roster.shuns(sender, now):
             self._send(sender, Decline(round=message.round))
         elif joined is not None and joined.round == message.round:
             if joined.offer is not None and self._member is None:
@@ -242,7 +245,7 @@ class Rounds:
             return
         if sender == joined.coordinator or (inquiry is not None and message.aborted):
             if message.aborted:
-                self.leadership.ended(joined.coordinator, joined.since, now)
+                self.leadership.ended(joined.coordinator, self._awake_s(joined.since, now), now)
             self._give_up(message.reason, now, aborted=message.aborted)
             if message.better is not None:
                 assert self._standing.head is not None
@@ -335,7 +338,7 @@ class Rounds:
         joined, head = self._joined, self._standing.head
         assert joined is not None
         assert head is not None
-        self.leadership.ended(joined.coordinator, joined.since, now)
+        self.leadership.ended(joined.coordinator, self._awake_s(joined.since, now), now)
         if self._member is None:
             self._give_up("the coordinator is lost", now, aborted=False)
             return
@@ -371,6 +374,10 @@ class Rounds:
         if self._joined is not None:
             return self._joined.coordinator
         return self._me if self.leadership.active else None
+
+    def _awake_s(self, since: float, now: float) -> float:
+        """For how long it has been so while this process did not stand still: what others did meanwhile is no fault."""
+        return now - max(since, self._woke)
 
     def _decline(self, coordinator: PeerId, round_id: RoundId) -> None:
         """This peer is not in that round, unless that is decided: it may be in another one, or have been."""
