@@ -375,7 +375,8 @@ class SimulatedPeer:
         if best is not self:
             known = best.applied
             self.parameters = Parameters(head=best.parameters.head, digest=best.parameters.digest)
-            start = next((i for i, one in enumerate(known) if one.parent == self.core.head), None)
+            parents = [*(commit.parent for commit in known), self.parameters.head]
+            start = parents.index(self.core.head) if self.core.head in parents else None
             if start is None:
                 self._unknown |= self.pool  # what became of them cannot be known
                 self.pool.clear()
