@@ -87,8 +87,9 @@ class Office:
         enough: Callable[[Head], bool] = lambda head: True,
         known: tuple[Head, bytes] | None = None,
     ) -> tuple[Description, Tensor] | None:
-        asked = donors or list(self._donors)
-        return self.downloads.fetch(asked, read, timeout_s, lambda: False, enough=enough, known=known)
+        return self.downloads.fetch(
+            lambda: donors or list(self._donors), read, timeout_s, lambda: False, enough=enough, known=known
+        )
 
     def ranges_of(self) -> Counter[str]:
         """How many ranges each was asked for."""

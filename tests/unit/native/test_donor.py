@@ -393,7 +393,7 @@ def test_over_sockets_a_state_comes_from_two_donors(
         return read_description(data, joiner, [], [])
 
     try:
-        found = new.downloads.fetch(["a", "b"], read, 20.0, lambda: False, enough=lambda head: True)  # type: ignore[arg-type]
+        found = new.downloads.fetch(lambda: ["a", "b"], read, 20.0, lambda: False, enough=lambda head: True)  # type: ignore[arg-type]
         assert found is not None
         description, memory = found
         assert torch.equal(memory, state.content.copy())

@@ -181,7 +181,7 @@ class Side:
             return True
 
         try:
-            found = self._downloads.fetch([self._other], read, 60.0, self._over.is_set, enough=enough)
+            found = self._downloads.fetch(lambda: [self._other], read, 60.0, self._over.is_set, enough=enough)
         except StateError as error:
             self.fetched.append(error)
         else:

@@ -13,7 +13,7 @@ import torch
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state import download, ranges
 from lightning_hivemind.engine.native.state import relay as relay_module
-from lightning_hivemind.engine.native.state.download import WINDOW
+from lightning_hivemind.engine.native.state.download import MOST_DONORS, WINDOW
 from lightning_hivemind.engine.native.state.questions import Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.relay import Relay
 from lightning_hivemind.engine.native.state.snapshot import (
@@ -228,10 +228,39 @@ def test_what_is_a_donor_s_own_comes_from_it_alone(office: Office, monkeypatch: 
     def reader(data: memoryview) -> Description:
         return read_description(data, plain, [], [torch.zeros(elements)])
 
-    found = office.downloads.fetch(["a", "b"], reader, 10.0, lambda: False, enough=lambda head: True)
+    found = office.downloads.fetch(lambda: ["a", "b"], reader, 10.0, lambda: False, enough=lambda head: True)
     assert found is not None
     assert any(torch.equal(found[1], state.content.copy()) for state in states.values())
     assert min(office.ranges_of().values()) >= WINDOW, "both have what is shared"
+
+
+def is_silent(office: Office, download: bytes, question: Question) -> None:
+    """It is frozen, or as good as dead."""
+
+
+def test_while_those_that_were_known_first_say_nothing_another_is_asked_that_is_known_by_then(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of the dead live on for a while, and where all but one are dead that one must not wait to be asked."""
+    monkeypatch.setattr(download, "STAGGER_S", 0.02)
+    gone = [f"gone {number}" for number in range(2 * MOST_DONORS)]
+    for name in gone:
+        office.add_rogue(name, is_silent)
+    office.add("z", snapshot(1))
+    known = iter([gone] * 30)
+    fetch = office.downloads.fetch
+    assert fetch(lambda: next(known, [*gone, "z"]), read, 60.0, lambda: False, enough=lambda head: True) is not None
+    assert [name for name, question in office.asked if isinstance(question, WantsDescription)] == [*gone, "z"]
+
+
+def test_no_more_donors_than_are_of_use_make_a_copy(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none has what is wanted, as when all of many are asked at once just after a step."""
+    monkeypatch.setattr(download, "STAGGER_S", 0.02)
+    monkeypatch.setattr(download, "PATIENCE_S", 0.3)
+    for number in range(3 * MOST_DONORS):
+        office.add(f"{number}", snapshot(1, samples=100))
+    assert office.fetch(enough=lambda head: head.samples > 100) is not None
+    assert len({name for name, _ in office.asked}) == MOST_DONORS
 
 
 # ---------------------------------------------------------------------- donors that have nothing, or something else
@@ -479,9 +508,9 @@ def test_who_is_to_stop_stops_waiting(office: Office, described: bool) -> None:
     start = time.monotonic()
     if described:
         with pytest.raises(StateError):
-            office.downloads.fetch(["a"], read, 60.0, stop.is_set, enough=lambda head: True)
+            office.downloads.fetch(lambda: ["a"], read, 60.0, stop.is_set, enough=lambda head: True)
     else:
-        assert office.downloads.fetch(["a"], read, 60.0, stop.is_set, enough=lambda head: True) is None
+        assert office.downloads.fetch(lambda: ["a"], read, 60.0, stop.is_set, enough=lambda head: True) is None
     assert time.monotonic() - start < 30.0
 
 

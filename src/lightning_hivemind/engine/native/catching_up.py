@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Collection
+from functools import partial
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
@@ -19,7 +20,6 @@ from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import StateError
 from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable, StepsUndone, Waiting
 
-MOST_DONORS = 4
 REPORT_S = 5.0
 PAUSE_S = 0.5
 #: so long nobody must have had the swarm's state before it is given up: records are seconds late
@@ -108,7 +108,7 @@ class CatchingUp:
             if set(self._records.auxiliaries).issuperset(donors):
                 self._take_part()  # they fetch it first, and rounds go on meanwhile
             try:
-                found, news = self._fetch(donors, max(0.0, left_s), None if preferred else head)
+                found, news = self._fetch(preferred, max(0.0, left_s), None if preferred else head)
             except StateError as failure:
                 found, news, problem = None, False, str(failure)
             self._take_part()
@@ -219,7 +219,7 @@ class CatchingUp:
         return self._relay.copy(known)
 
     def _donors(self, preferred: Collection[str] = ()) -> list[str]:
-        """Some other peers that can be asked: those that train; where all are out of reach, those that help.
+        """The other peers that can be asked: those that train; where all are out of reach, those that help.
 
         Each time others, but who says that it has no state only where there is nobody else.
         """
@@ -231,7 +231,7 @@ class CatchingUp:
             found = [peer for peer in living if peer in helpers - out_of_reach]
         found = [peer for peer in found if peer in preferred] or found
         random.shuffle(found)
-        return sorted(found, key=lambda peer: peer in self._whereabouts.without)[:MOST_DONORS]
+        return sorted(found, key=lambda peer: peer in self._whereabouts.without)
 
     @property
     def _out_of_reach(self) -> frozenset[str]:
@@ -239,7 +239,7 @@ class CatchingUp:
         status = self._parts.driver.status
         return frozenset(status.cut) | (status.clients if self._a.client_mode else frozenset())
 
-    def _fetch(self, donors: list[str], timeout_s: float, here: Head | None) -> tuple[Head | None, bool]:
+    def _fetch(self, preferred: Collection[str], timeout_s: float, here: Head | None) -> tuple[Head | None, bool]:
         """The head of the donors' state, and whether it was installed: not if this peer stands ``here`` with it."""
         known = self._fetched if self._fetched is not None and self._fetched[0] == here else None
 
@@ -251,7 +251,7 @@ class CatchingUp:
                 return description
             raise StateError(f"its state, of {head.samples} samples, is older than that of this peer.")
 
-        leads_on = self._parts.handover.leads_on
+        leads_on, donors = self._parts.handover.leads_on, partial(self._donors, preferred)
         found = self._parts.downloads.fetch(donors, read, timeout_s, self._stops, enough=leads_on, known=known)
         if found is None:
             return None, False

@@ -1,7 +1,8 @@
 """The taking side: asks donors for a description, then fetches each range from whoever has the very same one.
 
-One donor is asked first, since to copy its state costs it time; while that is not enough, others follow. The training
-thread runs it, and checks each range as it comes; frames come in the connections' threads, which ask for the next ones.
+One donor is asked first, since to copy its state costs it time; while that is not enough, others follow: also those
+that are known by then, since who was known first may be dead, or frozen. The training thread runs it, and checks each
+range as it comes; frames come in the connections' threads, which ask for the next ones.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ WINDOW = 3
 #: ranges that have come and wait to be checked, each in memory of its own
 MOST_UNCHECKED = 4 * WINDOW
 POLL_S = 0.1
+#: donors of one download, but for more in the place of those that do not answer
+MOST_DONORS = 4
 #: another donor is asked when those before have not sent everything after so long, and will take so much longer: what
 #: it costs that one is to be worth it
 STAGGER_S, WORTH_S = 1.0, 1.0
@@ -49,6 +52,8 @@ PATIENCE_S = 0.3
 ASK_AGAIN_S = 15.0
 
 Reader = Callable[[memoryview], Description]
+#: in the order in which they are to be asked, as of now
+Donors = Callable[[], Sequence[PeerId]]
 
 
 @dataclass(slots=True)
@@ -56,8 +61,9 @@ class _Attempt:
     """One download. Connections' threads use it, too, under the lock, but for what only the training thread has."""
 
     number: bytes
-    #: still to be asked, in this order; only the training thread
-    spare: list[PeerId]
+    #: whom to ask, and who was; only the training thread
+    donors: Donors
+    met: set[PeerId] = field(default_factory=set)
     #: when somebody was asked for the first time, last
     asked_at: float = -math.inf
     #: when each was asked for its description last, which has not come
@@ -82,6 +88,11 @@ class _Attempt:
     came_at: dict[PeerId, float] = field(default_factory=dict)
     #: something has come, or somebody has gone, since the training thread looked
     news: bool = False
+
+    @property
+    def spare(self) -> list[PeerId]:
+        """Those still to be asked."""
+        return [donor for donor in self.donors() if donor not in self.met]
 
     def drop(self, donor: PeerId) -> None:
         """It has nothing, or has gone, or lies."""
@@ -110,7 +121,7 @@ class Downloads:
 
     def fetch(
         self,
-        donors: Sequence[PeerId],
+        donors: Donors,
         read: Reader,
         timeout_s: float,
         should_abort: Callable[[], bool],
@@ -118,10 +129,10 @@ class Downloads:
         enough: Callable[[Head], bool],
         known: tuple[Head, bytes] | None = None,
     ) -> tuple[Description, Tensor] | None:
-        """A state that one of ``donors`` has, from all that have the same bytes, checked; None if nobody has any.
+        """A state that a donor has, from all that have the same bytes, checked; None if nobody has any.
 
         Args:
-            donors: whom to ask, in this order.
+            donors: whom to ask.
             read: checks a description against this peer's model; raises StateError.
             enough: whether a state of this head would do now. Where none would, the one of most samples is fetched. If
                 the one that is being fetched would not do any more, this begins anew.
@@ -132,7 +143,7 @@ class Downloads:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            attempt = _Attempt(secrets.token_bytes(16), list(donors))
+            attempt = _Attempt(secrets.token_bytes(16), donors)
             with self._changed:
                 self._attempt = attempt
             try:
@@ -229,10 +240,10 @@ class Downloads:
 
     def _ask_around(self, attempt: _Attempt, now: float, *, hurries: bool = False) -> None:
         """Ask for descriptions: those that were not asked, one after another, and those that do not answer, again."""
+        spare = attempt.spare
         with self._changed:
-            due = hurries or not (attempt.asked or attempt.offers) or now - attempt.asked_at >= STAGGER_S
-            asks = attempt.spare[: None if hurries else 1] if due else []
-            del attempt.spare[: len(asks)]
+            asks = spare[: _how_many_more(attempt, now, hurries)]
+            attempt.met.update(asks)
             attempt.asked_at = now if asks else attempt.asked_at
             asks += [donor for donor, at in attempt.asked.items() if now - at > ASK_AGAIN_S]
             attempt.asked.update(dict.fromkeys(asks, now))
@@ -383,6 +394,15 @@ class Downloads:
             if self._attempt is not None:
                 self._attempt.drop(peer)
                 self._changed.notify_all()
+
+
+def _how_many_more(attempt: _Attempt, now: float, hurries: bool) -> int:
+    """Donors to ask now: one, if those before take long; in a hurry, as many as there may be."""
+    if len(attempt.offers) >= MOST_DONORS:
+        return 0
+    at_work = len(attempt.asked) + len(attempt.offers)
+    one = not at_work or now - attempt.asked_at >= STAGGER_S
+    return max(int(one), MOST_DONORS - at_work if hurries else 0)
 
 
 def _have_some_in_common(one: Description, other: Description) -> bool:

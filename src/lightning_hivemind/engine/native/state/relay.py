@@ -52,9 +52,7 @@ class Relay:
             time.sleep(LOOK_S)
 
     def _fetch(self) -> Snapshot | None:
-        trainers, wanted = self._trainers(), self._head()
-        if not trainers:
-            return None
+        wanted = self._head()
         described: dict[tuple[Head, bytes], bytes] = {}
 
         def read(data: memoryview) -> Description:
@@ -64,7 +62,7 @@ class Relay:
 
         # whoever asks has the averages that lead on from there: where the swarm goes meanwhile does not matter
         fetch = self._downloads.fetch
-        found = fetch(trainers, read, self._timeout_s, self._should_abort, enough=lambda head: head == wanted)
+        found = fetch(self._trainers, read, self._timeout_s, self._should_abort, enough=lambda head: head == wanted)
         if found is None:
             return None
         description, memory = found
