@@ -14,8 +14,7 @@ import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.state import questions
+from lightning_hivemind.engine.native.state.attempt import Attempt, Donors
 from lightning_hivemind.engine.native.state.donor import SendFrame
 from lightning_hivemind.engine.native.state.questions import Done, Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.ranges import RANGE_BYTES, RangePace, digest_of
@@ -52,54 +52,6 @@ PATIENCE_S = 0.3
 ASK_AGAIN_S = 15.0
 
 Reader = Callable[[memoryview], Description]
-#: in the order in which they are to be asked, as of now
-Donors = Callable[[], Sequence[PeerId]]
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One download. Connections' threads use it, too, under the lock, but for what only the training thread has."""
-
-    number: bytes
-    #: whom to ask, and who was; only the training thread
-    donors: Donors
-    met: set[PeerId] = field(default_factory=set)
-    #: when somebody was asked for the first time, last
-    asked_at: float = -math.inf
-    #: when each was asked for its description last, which has not come
-    asked: dict[PeerId, float] = field(default_factory=dict)
-    #: descriptions that have come and were not yet read
-    described: dict[PeerId, memoryview] = field(default_factory=dict)
-    #: what those have that have described it, so that they keep a copy until they hear that this has ended
-    offers: dict[PeerId, Description] = field(default_factory=dict)
-    #: what was wrong with what somebody sent
-    problem: StateError | None = None
-    #: that is being fetched
-    chosen: Description | None = None
-    is_enough: bool = False
-    missing: list[int] = field(default_factory=list)
-    #: which ranges each may write now
-    expected: dict[PeerId, set[int]] = field(default_factory=dict)
-    #: those that have come, and from whom; how many were not found to be right yet
-    unchecked: list[tuple[PeerId, int, memoryview]] = field(default_factory=list)
-    left: int = 0
-    #: when anything came of each last, and when something of this download did, or was asked for
-    moved_at: dict[PeerId, float] = field(default_factory=dict)
-    came_at: dict[PeerId, float] = field(default_factory=dict)
-    #: something has come, or somebody has gone, since the training thread looked
-    news: bool = False
-
-    @property
-    def spare(self) -> list[PeerId]:
-        """Those still to be asked."""
-        return [donor for donor in self.donors() if donor not in self.met]
-
-    def drop(self, donor: PeerId) -> None:
-        """It has nothing, or has gone, or lies."""
-        self.asked.pop(donor, None)
-        self.offers.pop(donor, None)
-        self.missing += sorted(self.expected.pop(donor, set()))
-        self.news = True
 
 
 class Downloads:
@@ -113,7 +65,7 @@ class Downloads:
     def __init__(self, send: SendFrame, silence_s: float, memory: StateMemory) -> None:
         self._send, self._silence_s = send, silence_s
         self._changed = threading.Condition()
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._memory = Memory(kept_bytes=MOST_UNCHECKED * RANGE_BYTES)
         self.memory = memory
 
@@ -143,7 +95,7 @@ class Downloads:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            attempt = _Attempt(secrets.token_bytes(16), donors)
+            attempt = Attempt(secrets.token_bytes(16), donors)
             with self._changed:
                 self._attempt = attempt
             try:
@@ -163,7 +115,7 @@ class Downloads:
 
     def _choose(
         self,
-        attempt: _Attempt,
+        attempt: Attempt,
         read: Reader,
         deadline: float,
         should_abort: Callable[[], bool],
@@ -197,7 +149,7 @@ class Downloads:
 
     def _gather(
         self,
-        attempt: _Attempt,
+        attempt: Attempt,
         chosen: Description,
         read: Reader,
         deadline: float,
@@ -238,7 +190,7 @@ class Downloads:
                 self._ask_around(attempt, now, hurries=not comes)
             self._wait(attempt, POLL_S)
 
-    def _ask_around(self, attempt: _Attempt, now: float, *, hurries: bool = False) -> None:
+    def _ask_around(self, attempt: Attempt, now: float, *, hurries: bool = False) -> None:
         """Ask for descriptions: those that were not asked, one after another, and those that do not answer, again."""
         spare = attempt.spare
         with self._changed:
@@ -250,7 +202,7 @@ class Downloads:
         for donor in asks:
             self._ask(donor, attempt, WantsDescription())
 
-    def _read(self, attempt: _Attempt, read: Reader) -> None:
+    def _read(self, attempt: Attempt, read: Reader) -> None:
         """The descriptions that have come."""
         with self._changed:
             attempt.news, described = False, list(attempt.described.items())
@@ -269,7 +221,7 @@ class Downloads:
                 if attempt.asked.pop(donor, None) is not None:  # else it has gone meanwhile
                     attempt.offers[donor] = offer
 
-    def _ask_for_ranges(self, attempt: _Attempt, chosen: Description, now: float) -> bool:
+    def _ask_for_ranges(self, attempt: Attempt, chosen: Description, now: float) -> bool:
         """Ask whoever has them; False if ranges are missing and nobody has any of them."""
         asks: list[tuple[PeerId, Question]] = []
         with self._changed:
@@ -301,7 +253,7 @@ class Downloads:
                 self._ask(donor, attempt, question)
             return not attempt.missing or any(attempt.expected.values()) or bool(attempt.unchecked)
 
-    def _check(self, attempt: _Attempt, chosen: Description, memory: Tensor) -> None:
+    def _check(self, attempt: Attempt, chosen: Description, memory: Tensor) -> None:
         """Put the ranges that have come in their place."""
         with self._changed:
             arrived, attempt.unchecked = attempt.unchecked, []
@@ -317,16 +269,16 @@ class Downloads:
                 attempt.drop(peer)
             self._ask(peer, attempt, Done())
 
-    def _wait(self, attempt: _Attempt, timeout_s: float) -> None:
+    def _wait(self, attempt: Attempt, timeout_s: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: attempt.news, timeout_s)
 
-    def _release(self, attempt: _Attempt) -> None:
+    def _release(self, attempt: Attempt) -> None:
         """They need not keep a copy any more."""
         for donor in sorted({*attempt.asked, *attempt.offers}):
             self._ask(donor, attempt, Done())
 
-    def _ask(self, donor: PeerId, attempt: _Attempt, question: Question) -> None:
+    def _ask(self, donor: PeerId, attempt: Attempt, question: Question) -> None:
         data = questions.write(question)
         self._send(donor, Header(kind=Kind.REQUEST, round=attempt.number, length=len(data)), (data,))
 
@@ -396,7 +348,7 @@ class Downloads:
                 self._changed.notify_all()
 
 
-def _how_many_more(attempt: _Attempt, now: float, hurries: bool) -> int:
+def _how_many_more(attempt: Attempt, now: float, hurries: bool) -> int:
     """Donors to ask now: one, if those before take long; in a hurry, as many as there may be."""
     if len(attempt.offers) >= MOST_DONORS:
         return 0
