@@ -149,6 +149,11 @@ class Herd:
         """``epoch``, ``time``, ``digest`` and ``loss`` of each global step."""
         return self._lines(peer, "jsonl")
 
+    def trains(self, peer: Peer) -> bool:
+        """Whether it has made a step."""
+        path = self.folder / f"{peer.name}.jsonl"
+        return path.exists() and path.stat().st_size > 0
+
     def digests(self, peer: Peer) -> dict[int, str]:
         """Of its parameters after each of its steps."""
         return {one["epoch"]: one["digest"] for one in self.steps(peer)}

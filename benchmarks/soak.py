@@ -5,7 +5,8 @@
     python benchmarks/soak.py --codec Uniform8BitQuantization --peers 6 --minutes 4
 
 An event kills a random peer, or freezes it for six seconds. A killed one is started again after twenty. In the first
-and the last minute nothing happens, nor while fewer than three peers are left. The loss at equal steps is compared
+and the last minute nothing happens, nor while fewer than three peers train: where all die that have the state, or that
+a new peer was told to join through, nothing can be saved. The loss at equal steps is compared
 with that of the last run without events. Status 1 if the swarm made no step for long, if parameters were unlike at
 one step, if a sample was counted twice, if a peer took more and more memory, descriptors or threads, or did not end
 well.
@@ -35,6 +36,8 @@ from bench_stats import markdown_table, number
 from herd import Herd, Peer
 
 RESTART_S, FROZEN_S = 20.0, 6.0
+#: peers that must train for something to happen to one of them
+LEAST = 3
 #: a peer that has lived so long has taken all the memory that it needs
 SETTLED_S = 60.0
 SAMPLE_S = 5.0
@@ -86,7 +89,7 @@ class Soak:
     def _strike(self, now: float) -> None:
         living = self.herd.living
         victims = [peer for peer in living if not peer.frozen and now - peer.born > RESTART_S]
-        if sum(not peer.frozen for peer in living) < 3 or not victims:
+        if sum(not peer.frozen and self.herd.trains(peer) for peer in living) < LEAST or not victims:
             return
         victim = self._chance.choice(victims)
         if self._chance.random() < 0.5:

@@ -39,6 +39,7 @@ class Scene:
     ) -> None:
         self.offers, self.asked, self.installed, self.events = offers, [], [], list[Event]()
         self.goal = GOAL
+        self.connected: frozenset[str] = frozenset()
         #: heads that were followed, when each download began
         self.followed_before: list[int] = []
         self.status = SimpleNamespace(head=GOAL, living=tuple(sorted(offers)), cut=(), clients=frozenset())
@@ -57,7 +58,9 @@ class Scene:
         bus.subscribe(self.events.append)
         self.peer = CatchingUp(
             arguments,  # type: ignore[arg-type]
-            SimpleNamespace(driver=driver, handover=handover, downloads=downloads),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                driver=driver, handover=handover, downloads=downloads, connected=lambda: self.connected
+            ),
             SimpleNamespace(auxiliaries=sorted(helpers), trainers=set(offers) - helpers),  # type: ignore[arg-type]
             SimpleNamespace(without=without),  # type: ignore[arg-type]
             SimpleNamespace(should_abort=lambda: False),  # type: ignore[arg-type]
@@ -142,6 +145,14 @@ def test_who_says_that_it_has_none_is_asked_last() -> None:
     scene = Scene({**dict.fromkeys("bcdefgh"), "z": GOAL}, without=frozenset("bcdefgh"))
     assert scene.peer.run(HERE) == GOAL
     assert [donors[0] for donors in scene.asked] == ["z"]
+
+
+def test_who_is_connected_is_asked_before_who_may_be_dead_and_who_has_none_last() -> None:
+    scene = Scene({"b": None, "c": None, "d": None, "z": GOAL}, without=frozenset("b"))
+    scene.connected = frozenset("bcz")
+    assert scene.peer.run(HERE) == GOAL
+    first, second, *last = scene.asked[0]
+    assert ({first, second}, last) == (set("cz"), ["d", "b"])
 
 
 def test_who_has_what_most_have_is_asked_and_nobody_else() -> None:

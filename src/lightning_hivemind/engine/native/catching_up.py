@@ -221,7 +221,7 @@ class CatchingUp:
     def _donors(self, preferred: Collection[str] = ()) -> list[str]:
         """The other peers that can be asked: those that train; where all are out of reach, those that help.
 
-        Each time others, but who says that it has no state only where there is nobody else.
+        Each time in another order, but who can be spoken to before who may be dead, and last who says that it has none.
         """
         helpers, out_of_reach = set(self._records.auxiliaries), self._out_of_reach
         living = self._parts.driver.status.living
@@ -231,7 +231,8 @@ class CatchingUp:
             found = [peer for peer in living if peer in helpers - out_of_reach]
         found = [peer for peer in found if peer in preferred] or found
         random.shuffle(found)
-        return sorted(found, key=lambda peer: peer in self._whereabouts.without)
+        without, connected = self._whereabouts.without, self._parts.connected()
+        return sorted(found, key=lambda peer: (peer in without, peer not in connected))
 
     @property
     def _out_of_reach(self) -> frozenset[str]:

@@ -52,6 +52,7 @@ class Parts:
     donor: Donor
     downloads: Downloads
     introductions: Introductions
+    connected: Callable[[], frozenset[str]]
 
     def stop(self, deadline: float) -> None:
         """Leave at once: connections close, and the others notice."""
@@ -150,7 +151,14 @@ def build(
         donor.stop()
         driver.stop(1.0)
         raise
-    return Parts(handover=handover, driver=driver, donor=donor, downloads=downloads, introductions=asks)
+    return Parts(
+        handover=handover,
+        driver=driver,
+        donor=donor,
+        downloads=downloads,
+        introductions=asks,
+        connected=links.connected,
+    )
 
 
 def _say_what_averages_nothing(arguments: Arguments) -> None:

@@ -309,31 +309,31 @@ class Links:
 
     @property
     def _connections(self) -> list[socket.socket]:
-        with self._lock:
-            outlets = list(self._outlets.values())
-        return [one for outlet in outlets for one in outlet.connections]
+        return [one for outlet in self._ways_out().values() for one in outlet.connections]
+
+    def connected(self) -> frozenset[PeerId]:
+        """To whom there is a connection: none to who was dead or frozen when this peer came."""
+        return frozenset(peer for peer, outlet in self._ways_out().items() if outlet.connections)
 
     @property
     def slow_to(self) -> tuple[PeerId, ...]:
         """To whom this peer sends at less than a quarter of the speed to another one. From one thread only."""
-        with self._lock:
-            outlets = list(self._outlets.items())
-        rates = {peer: self._speed.of(outlet.connections) for peer, outlet in outlets}
+        rates = {peer: self._speed.of(outlet.connections) for peer, outlet in self._ways_out().items()}
         best = max(rates.values(), default=0.0)
         return tuple(sorted(peer for peer, rate in rates.items() if 4 * rate < best))
 
     def forget(self, number: bytes, kind: Kind | None = None) -> None:
         """That round, or download, is over: what still waits of it, or of one kind, is not sent any more."""
-        with self._lock:
-            outlets = list(self._outlets.values())
-        for outlet in outlets:
+        for outlet in self._ways_out().values():
             outlet.forget(number, kind)
 
     def sends(self, number: bytes, kind: Kind | None = None, to: PeerId | None = None) -> bool:
         """Whether something of that round, or download, is being sent, or waits to be: all of it, or less."""
+        return any(one.sends(number, kind) for peer, one in self._ways_out().items() if to in (None, peer))
+
+    def _ways_out(self) -> dict[PeerId, Outlet]:
         with self._lock:
-            outlets = [outlet for peer, outlet in self._outlets.items() if to in (None, peer)]
-        return any(outlet.sends(number, kind) for outlet in outlets)
+            return dict(self._outlets)
 
     def _outlet(self, peer: PeerId) -> Outlet | None:
         """The way to ``peer``; None when all is closed, or if there is none: then it is lost."""
