@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -260,3 +261,76 @@ def test_a_helper_that_starts_takes_part_at_once() -> None:
     scene = Scene({"a": GOAL}, auxiliary=True)
     scene.join(GOAL)
     assert scene.followed == [GOAL]
+
+
+class Patience:
+    """Downloads that take long and bring nothing, while a test's clock goes on."""
+
+    def __init__(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.began = 1000.0, 1000.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.passes)
+        monkeypatch.setattr(catching_up, "time", clock)
+        self.given_up: list[float] = []
+        scene.peer._parts.driver.adopt = lambda *_, gives_up=False: self.given_up.append(self.now - self.began)
+
+    def passes(self, seconds: float) -> None:
+        self.now += max(seconds, 0.1)
+
+
+def test_a_download_that_fails_after_long_is_no_time_in_which_nobody_had_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who had it lived until its end; others' records that they have none are seconds late, too."""
+    monkeypatch.setattr(catching_up, "NOBODY_S", 15.0)
+    scene = Scene({"a": None, "b": None})
+    patience = Patience(scene, monkeypatch)
+
+    def fetch(_: Any, __: Any, ___: float, stops: Callable[[], bool], **____: Any) -> None:
+        if scene.status.living == ("a", "b"):
+            for _ in range(200):
+                patience.passes(0.1)
+                stops()
+            scene.status.living = ("b",)
+            scene.peer._whereabouts.without = frozenset("b")  # type: ignore[misc]
+
+    scene.peer._parts.downloads.fetch = fetch  # type: ignore[method-assign,assignment]
+    scene.peer.run(HERE)
+    assert patience.given_up == [pytest.approx(20.0 + 15.0, abs=1.0)]
+
+
+def test_time_that_a_process_stood_still_is_no_time_that_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the fit ends, once a job that was suspended for an hour goes on."""
+    scene = Scene({"a": None})
+    patience = Patience(scene, monkeypatch)
+
+    def fetch(_: Any, __: Any, ___: float, stops: Callable[[], bool], **____: Any) -> Any:
+        if len(scene.asked) == 0:
+            patience.now += 3600.0
+        stops()
+        scene.asked.append([])
+        return (SimpleNamespace(head=GOAL, digest=b"d"), None) if len(scene.asked) == 3 else None
+
+    scene.peer._parts.downloads.fetch = fetch  # type: ignore[method-assign,assignment]
+    assert scene.peer.run(HERE) == GOAL
+
+
+def test_who_comes_back_just_when_nobody_was_there_ends_no_fit() -> None:
+    scene = Scene({"a": GOAL})
+    scene.status.living, scene.peer._records.trainers = (), set()  # type: ignore[misc,assignment]
+
+    def follow(goal: Head) -> None:
+        scene.status.head, scene.status.living = goal, ("a",)
+
+    scene.peer._parts.driver.follow = follow  # type: ignore[method-assign]
+    scene.join(GOAL)
+    assert scene.peer.run(HERE) == HERE
+
+
+def test_all_that_set_the_same_seed_do_not_ask_the_same_peer() -> None:
+    first = set()
+    for _ in range(20):
+        random.seed(42)
+        scene = Scene(dict.fromkeys("abcdefghij", GOAL))
+        scene.peer.run(HERE)
+        first.add(scene.asked[0][0])
+    assert len(first) > 1

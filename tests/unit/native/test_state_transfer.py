@@ -253,6 +253,43 @@ def test_while_those_that_were_known_first_say_nothing_another_is_asked_that_is_
     assert [name for name, question in office.asked if isinstance(question, WantsDescription)] == [*gone, "z"]
 
 
+def test_who_had_nothing_yet_is_asked_again_while_another_one_is_silent(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was catching up itself."""
+    monkeypatch.setattr(download, "STAGGER_S", 0.05)
+    states = iter([None, None, snapshot(1)])
+    office.add("late", lambda known: next(states))
+    office.add_rogue("frozen", is_silent)
+    assert office.fetch("late", "frozen", timeout_s=60.0) is not None
+    assert [name for name, _ in office.asked].count("frozen") <= 2  # asked, and told at the end
+
+
+def test_a_slow_download_has_not_everybody_describe_another_state(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nothing in common with this one, so more were asked, and all made a copy of no use."""
+    monkeypatch.setattr(download, "STAGGER_S", 0.0)
+    monkeypatch.setattr(download, "WORTH_S", 0.0)
+    office.add_rogue("slow", honest("slow", snapshot(1), instead=slowly))
+    others = [f"other {number}" for number in range(3 * MOST_DONORS)]
+    for number, name in enumerate(others):
+        office.add(name, snapshot(2 + number, samples=200))
+    fetched = office.fetch("slow", *others)
+    assert fetched is not None
+    assert len({name for name, _ in office.asked}) <= 2 * MOST_DONORS
+
+
+def test_one_that_would_do_is_fetched_though_another_has_more_samples(office: Office) -> None:
+    """On another lineage. It began anew without end."""
+    office.add("fork", snapshot(1, samples=200))
+    office.add("good", snapshot(2, samples=100))
+    found = office.fetch(enough=lambda head: head.samples == 100)
+    assert found is not None
+    assert found[0].head.samples == 100
+    assert len([one for _, one in office.asked if isinstance(one, WantsDescription)]) == 2
+
+
 def test_no_more_donors_than_are_of_use_make_a_copy(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where none has what is wanted, as when all of many are asked at once just after a step."""
     monkeypatch.setattr(download, "STAGGER_S", 0.02)

@@ -26,6 +26,8 @@ PAUSE_S = 0.5
 NOBODY_S = 15.0
 #: that who joins takes part in no round, at most
 NOWHERE_S = 3.0
+#: so long this peer may not have looked who has the state: nobody knows what was so meanwhile, or it stood still
+UNSEEN_S = 3.0
 #: before donors that are no further than this peer are asked again; doubled up to PAUSE_S
 NO_NEWS_S = 0.05
 
@@ -50,7 +52,9 @@ class CatchingUp:
         self._no_news_s = NO_NEWS_S
         #: where this peer stands, and since when nobody has had the state of that
         self._stands: Head | None = None
-        self._nobody_since = math.inf
+        self._nobody_since, self._looked_at = math.inf, -math.inf
+        #: its own: all whose scripts set the same seed would ask the same peer
+        self._chance = random.Random()
         #: since when this peer has waited for a state, and when that was said last
         self._since: float | None = None
         self._said = math.inf
@@ -93,6 +97,7 @@ class CatchingUp:
             StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
         """
         began = time.monotonic()
+        self._look()
         problem, tried = "no peer shares its state", self._since is not None
         if self._since is None:
             self._since = self._said = began
@@ -100,8 +105,13 @@ class CatchingUp:
         while not self._stops():
             left_s = self._since + self._a.load_state_timeout - time.monotonic()
             donors = self._donors(preferred)
-            if not donors or (tried and left_s <= 0):  # however busy the machine is
+            if not donors:
                 break
+            if tried and left_s <= 0:  # (at least once, however busy the machine is)
+                raise StateError(
+                    f"this peer could not download the swarm's state in {self._a.load_state_timeout:.0f} s"
+                    f" (load_state_timeout): {problem} Nothing was changed here."
+                )
             if self._other_trainers and self._nobody_has_it():
                 return self._go_on(head, "who had it has gone, and nobody that lives has it", gives_up=True)
             tried = True
@@ -120,7 +130,7 @@ class CatchingUp:
         if self._training.should_abort():
             return head
         self._take_part()
-        return self._without(head, problem)
+        return self._without(head)
 
     def settled(self) -> None:
         """This peer is where the swarm is: for a state that it needs later it waits anew."""
@@ -149,13 +159,8 @@ class CatchingUp:
             reason = problem.rstrip(".")
             self._events.emit(StateUnavailable(epoch=head.epoch, reason=reason, action="trying again"))
 
-    def _without(self, head: Head, problem: str) -> Head:
+    def _without(self, head: Head) -> Head:
         """No state has come: go on from this peer's own, unless that would part it from the swarm."""
-        if self._donors():
-            raise StateError(
-                f"this peer could not download the swarm's state in {self._a.load_state_timeout:.0f} s"
-                f" (load_state_timeout): {problem} Nothing was changed here."
-            )
         reason = "nobody is there"
         if self._out_of_reach - set(self._records.auxiliaries):
             reason = "all that train are clients, as this peer is" if self._a.client_mode else "no connection to any"
@@ -180,7 +185,9 @@ class CatchingUp:
 
         Who joins is a member of rounds after a while, whatever its donors wait for.
         """
-        now = time.monotonic()
+        now, unseen_s = time.monotonic(), self._look()
+        if self._since is not None and unseen_s > UNSEEN_S:
+            self._since += unseen_s  # what it stood still for is no time in which it waited
         if self._since is not None and now - self._since >= NOWHERE_S:
             self._take_part()
         if self._since is not None and now - self._said >= REPORT_S:
@@ -203,10 +210,17 @@ class CatchingUp:
 
     def _nobody_has_it(self) -> bool:
         """Whether for long all that train and live have been without the state of where this peer stands."""
+        self._look()
+        return self._looked_at - self._nobody_since > NOBODY_S
+
+    def _look(self) -> float:
+        """Who has it; returns how long ago that was done before."""
         head, now = self._parts.driver.status.head, time.monotonic()
-        if not self._other_trainers <= self._whereabouts.without or head != self._stands:
+        unseen_s, self._looked_at = now - self._looked_at, now
+        somebody = not self._other_trainers <= self._whereabouts.without
+        if somebody or head != self._stands or unseen_s > UNSEEN_S:
             self._stands, self._nobody_since = head, now
-        return now - self._nobody_since > NOBODY_S
+        return unseen_s
 
     @property
     def _other_trainers(self) -> set[str]:
@@ -230,7 +244,7 @@ class CatchingUp:
         if not found and out_of_reach - helpers:
             found = [peer for peer in living if peer in helpers - out_of_reach]
         found = [peer for peer in found if peer in preferred] or found
-        random.shuffle(found)
+        self._chance.shuffle(found)
         without, connected = self._whereabouts.without, self._parts.connected()
         return sorted(found, key=lambda peer: (peer in without, peer not in connected))
 

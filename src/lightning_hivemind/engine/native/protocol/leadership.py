@@ -43,6 +43,8 @@ class Leadership:
         #: calls no round before: it has failed, or others are ahead; and because it stood still
         self._hold_until = self._suspended_until = 0.0
         self._due_since: float | None = None
+        #: at which it stood still while it led, last
+        self._stood_still_at: Head | None = None
 
     # ------------------------------------------------------------------ what one may ask
 
@@ -83,12 +85,18 @@ class Leadership:
     def suspended(self, now: float) -> None:
         """This process stood still for so long that the others may have gone on without it.
 
-        So it must not decide a round that they may have given up, nor begin one before it has heard of theirs.
+        So it must not decide a round that they may have given up, nor begin one before it has heard of theirs. If that
+        happens again before a step is made, it waits until they have let it pass: they may not even have noticed.
         """
+        pause_s = self._settings.resend_s
+        if self.active:
+            if self._stood_still_at == self._standing.head:
+                pause_s = 2 * self._settings.matchmaking_s
+            self._stood_still_at = self._standing.head
         if self._coordinator is not None and not self._coordinator.ended:
             self._coordinator.abort("this peer was suspended")
         self.dismiss("this peer was suspended", now)
-        self._suspended_until = now + self._settings.resend_s
+        self._suspended_until = max(self._suspended_until, now + pause_s)
 
     def on_progress(self, sender: PeerId) -> None:
         """A peer at this head says that it is there: if a round gathers, it is called (again)."""

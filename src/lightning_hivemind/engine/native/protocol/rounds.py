@@ -72,7 +72,8 @@ class Rounds:
 
     def member(self, round_id: RoundId) -> Member | None:
         """This peer's part in that round, if it is in it."""
-        return self._member if self._member is not None and self._member.plan.round == round_id else None
+        member = self._member  # (a connection's thread may ask)
+        return member if member is not None and member.plan.round == round_id else None
 
     def inquiry(self, round_id: RoundId) -> Inquiry | None:
         return self._inquiry if self._inquiry is not None and self._inquiry.round == round_id else None

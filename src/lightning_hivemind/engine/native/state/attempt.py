@@ -22,6 +22,9 @@ class Attempt:
     #: whom to ask, and who was; only the training thread
     donors: Donors
     met: set[PeerId] = field(default_factory=set)
+    #: when each has said that it has nothing now; how many have described what they have
+    empty: dict[PeerId, float] = field(default_factory=dict)
+    answers: int = 0
     #: when somebody was asked for the first time, last
     asked_at: float = -math.inf
     #: when each was asked for its description last, which has not come
@@ -51,6 +54,12 @@ class Attempt:
     def spare(self) -> list[PeerId]:
         """Those still to be asked."""
         return [donor for donor in self.donors() if donor not in self.met]
+
+    def forget_empty(self, before: float) -> None:
+        """Who had nothing by then may be asked again."""
+        for donor in [donor for donor, at in self.empty.items() if at <= before]:
+            del self.empty[donor]
+            self.met.discard(donor)
 
     def drop(self, donor: PeerId) -> None:
         """It has nothing, or has gone, or lies."""

@@ -130,7 +130,7 @@ class Downloads:
             self._read(attempt, read)
             with self._changed:
                 offers = list(attempt.offers.values())
-            best = max(offers, key=lambda one: one.head.samples, default=None)
+            best = max(offers, key=lambda one: (enough(one.head), one.head.samples), default=None)
             if should_abort():
                 return None
             if best is not None and enough(best.head):
@@ -192,9 +192,12 @@ class Downloads:
 
     def _ask_around(self, attempt: Attempt, now: float, *, hurries: bool = False) -> None:
         """Ask for descriptions: those that were not asked, one after another, and those that do not answer, again."""
-        spare = attempt.spare
         with self._changed:
-            asks = spare[: _how_many_more(attempt, now, hurries)]
+            more = _how_many_more(attempt, now, hurries)
+            if attempt.asked:  # else who has something by now would wait for those that say nothing
+                attempt.forget_empty(now - STAGGER_S)
+        asks = attempt.spare[:more] if more else []
+        with self._changed:
             attempt.met.update(asks)
             attempt.asked_at = now if asks else attempt.asked_at
             asks += [donor for donor, at in attempt.asked.items() if now - at > ASK_AGAIN_S]
@@ -220,6 +223,7 @@ class Downloads:
             with self._changed:
                 if attempt.asked.pop(donor, None) is not None:  # else it has gone meanwhile
                     attempt.offers[donor] = offer
+                    attempt.answers += 1
 
     def _ask_for_ranges(self, attempt: Attempt, chosen: Description, now: float) -> bool:
         """Ask whoever has them; False if ranges are missing and nobody has any of them."""
@@ -334,6 +338,7 @@ class Downloads:
                     attempt.unchecked.append((peer, number, payload))
             elif not len(payload):
                 attempt.drop(peer)
+                attempt.empty[peer] = time.monotonic()
             elif peer in attempt.asked:
                 attempt.described[peer] = payload
             attempt.news, chosen = True, attempt.chosen
@@ -349,8 +354,11 @@ class Downloads:
 
 
 def _how_many_more(attempt: Attempt, now: float, hurries: bool) -> int:
-    """Donors to ask now: one, if those before take long; in a hurry, as many as there may be."""
-    if len(attempt.offers) >= MOST_DONORS:
+    """Donors to ask now: one, if those before take long; in a hurry, as many as there may be.
+
+    (Those that have described something else than what is being fetched have made a copy, too.)
+    """
+    if len(attempt.offers) >= MOST_DONORS or (attempt.chosen and attempt.answers >= MOST_DONORS and not hurries):
         return 0
     at_work = len(attempt.asked) + len(attempt.offers)
     one = not at_work or now - attempt.asked_at >= STAGGER_S
