@@ -10,7 +10,8 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ MAX_ANSWER_BYTES = 4096
 MOST_KNOWN = 4096
 START_S = 20.0
 STOP_S = 2.0
+LEAVING = "this peer is leaving the swarm"
 
 
 class Introductions:
@@ -69,6 +71,9 @@ class Introductions:
         self._p2p: P2P | None = None
         self._streams: RawStreams | None = None
         self._addresses: dict[str, Sequence[str]] = {}
+        #: after which the thread takes no question any more
+        self._closed = False
+        self._closing = threading.Lock()
 
     def start(self) -> None:
         """Answer from now on. Raises EngineStuckError if the DHT's process does not answer."""
@@ -117,8 +122,12 @@ class Introductions:
         """Stop answering. Safe to call twice."""
         if self._streams is not None:
             self._streams.close()
+        with self._closing:
+            stops = self._thread.is_alive() and not self._closed
+            self._closed = True
+            if stops:
+                self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_S)
 
     # ------------------------------------------------------------------ the thread
@@ -164,13 +173,16 @@ class Introductions:
         token = self._links.expect(context.remote_id.to_base58())
         return BytesValue(value=msgpack.packb([endpoints[:MOST_ENDPOINTS], self._fingerprint, token]))
 
-    def _call(self, coroutine: Awaitable[T], timeout_s: float) -> T:
-        async def run() -> T:
-            return await asyncio.wait_for(coroutine, timeout_s)
-
-        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        with self._closing:
+            if self._closed:
+                coroutine.close()
+                raise ConnectionError(LEAVING)
+            future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, timeout_s), self._loop)
         try:
             return future.result(timeout_s + 1.0)
+        except CancelledError:
+            raise ConnectionError(LEAVING) from None
         except (FutureTimeoutError, TimeoutError, asyncio.TimeoutError):
             future.cancel()
             raise TimeoutError(f"no answer over libp2p in {timeout_s:.1f} s") from None
