@@ -48,6 +48,8 @@ class TrainingSession:
         self.started = False
         self.drop_reason = "non-finite gradient"
         self._dropped_in_a_row, self._stepped_before = 0, False
+        #: whether there was a global step since this peer is in the run
+        self._any_step = False
 
     def check(self) -> None:
         """Refuse what cannot work in a swarm, before anything is started."""
@@ -162,6 +164,7 @@ class TrainingSession:
         # (with samples in them reused buffers are a sum that is still scaled)
         if outcome.committed and self._scale is not None and not self.engine.local_samples:
             self._scale.after_commit()
+        self._any_step = self._any_step or outcome.committed
         return outcome.committed
 
     def flush(self) -> None:
@@ -177,7 +180,20 @@ class TrainingSession:
         if self._zero_grad is not None:
             self._zero_grad.restore()
         if hasattr(self, "engine"):
+            self._warn_of_no_step()
             self.engine.shutdown(timeout_s)
+
+    def _warn_of_no_step(self) -> None:
+        samples, target = self.engine.local_samples, self._a.target_batch_size
+        if samples and not self._any_step:
+            log.warning(
+                "no global step was made while this peer was in the run, so nothing was learned: of"
+                " target_batch_size=%d samples it had %d when it ended, the swarm %d. Give a smaller target_batch_size,"
+                " or train longer: max_epochs=-1, and max_steps for the number of global steps",
+                target,
+                samples,
+                self.engine.swarm_samples,
+            )
 
     # ------------------------------------------------------------------ what the engine calls back
 

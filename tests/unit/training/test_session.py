@@ -80,7 +80,10 @@ class CountingEngine:
     def step(self, samples: int, scale: float) -> StepOutcome:
         return StepOutcome(epoch=self.epoch, committed=False)
 
-    stop_epoch, local_samples = None, 0
+    def shutdown(self, timeout_s: float) -> None:
+        pass
+
+    stop_epoch, local_samples, swarm_samples = None, 0, 0
 
 
 def test_a_step_that_is_made_just_before_a_batch_is_logged_with_that_batch() -> None:
@@ -106,6 +109,21 @@ def test_a_sum_in_place_that_goes_on_after_a_commit_is_not_unscaled(held: int) -
     session._scale = cast(LossScale, SimpleNamespace(after_commit=lambda: calls.append(1), buffer_scale=1.0))
     session.begin_batch()
     assert len(calls) == (0 if held else 1)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_fit_that_ends_before_the_first_global_step_says_that_nothing_was_learned(
+    stepped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, *_ = make_session()
+    engine = CountingEngine(epoch=4)
+    engine.local_samples, engine.swarm_samples = 5, 6
+    session.engine = cast(Engine, engine)
+    if stepped:
+        session.begin_batch()
+    session.close(1.0)
+    said = "of target_batch_size=8 samples it had 5 when it ended, the swarm 6" in caplog.text
+    assert said is not stepped
 
 
 @pytest.mark.parametrize("loaded", [0, 3], ids=["second fit", "plain checkpoint"])
