@@ -124,7 +124,7 @@ def _delays(values: Values) -> None:
         values["delay_optimizer_step"] = True
     step = values["delay_optimizer_step"] = bool(values["delay_optimizer_step"])
     if step and not values["delay_state_averaging"]:
-        wrong = "a delayed optimizer step needs the state averaging in the background, too"
+        wrong = "delay_optimizer_step and delay_grad_averaging need the state averaging in the background, too"
         raise refusal("delay_state_averaging", False, wrong, "set delay_state_averaging=True")
     if step and values["offload_optimizer"] is False:
         wrong = "a delayed optimizer step works on a copy of the parameters in host memory"
