@@ -30,11 +30,12 @@ WARM_STEPS = 10
 
 @dataclass(kw_only=True, eq=False)
 class Peer:
-    """One process of ``herd_peer.py``."""
+    """One process of ``herd_peer.py``. ``through``: the names of those by whose addresses it joins."""
 
     name: str
     process: subprocess.Popen[bytes]
     born: float
+    through: frozenset[str] = frozenset()
     frozen: bool = False
     network: Any = None
 
@@ -76,18 +77,19 @@ class Herd:
         """
         name = f"peer{self._count}"
         self._count += 1
-        known = self._addresses() if self.living else ""
+        known = self._addresses() if self.living else {}
         command = [sys.executable, str(Path(__file__).with_name("herd_peer.py")), str(self.folder), name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
         with open(self.folder / f"{name}.log", "wb") as log:
-            options = ["--join", known, "--batch-s", str(batch_s), "--dies", dies]
+            options = ["--join", ",".join(known.values()), "--batch-s", str(batch_s), "--dies", dies]
             options += ["--max-staleness", str(max_staleness), *self._options]
             network = self._networks.pop(0) if self._networks else None
             if network is not None:
                 options += ["--address", network.address]
             enter = network.enter if network is not None else None
             process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment, preexec_fn=enter)
-        self.living.append(Peer(name=name, process=process, born=time.monotonic(), network=network))
+        through, now = frozenset(known), time.monotonic()
+        self.living.append(Peer(name=name, process=process, born=now, through=through, network=network))
         return self.living[-1]
 
     def gather(self, count: int, batch_s: float) -> None:
@@ -200,12 +202,12 @@ class Herd:
     def _lines(self, peer: Peer, kind: str) -> list[dict[str, Any]]:
         return json_lines(self.folder / f"{peer.name}.{kind}")
 
-    def _addresses(self) -> str:
+    def _addresses(self) -> dict[str, str]:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            paths = [self.folder / f"{peer.name}.address" for peer in self.living if not peer.frozen]
-            if known := [path.read_text(encoding="utf-8") for path in paths if path.exists()]:
-                return ",".join(known)
+            paths = {peer.name: self.folder / f"{peer.name}.address" for peer in self.living if not peer.frozen}
+            if known := {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.exists()}:
+                return known
             self.watch(0.1)
         raise TimeoutError(f"no peer has an address after {START_S:.0f} s: see {self.folder}")
 

@@ -5,8 +5,8 @@
     python benchmarks/soak.py --codec Uniform8BitQuantization --peers 6 --minutes 4
 
 An event kills a random peer, or freezes it for six seconds. A killed one is started again after twenty. In the first
-and the last minute nothing happens, nor while fewer than three peers train: where all die that have the state, or that
-a new peer was told to join through, nothing can be saved. The loss at equal steps is compared
+and the last minute nothing happens, nor while fewer than three peers train, nor to the last one through which a new one
+is about to join: where all of those die nothing can be saved. The loss at equal steps is compared
 with that of the last run without events. Status 1 if the swarm made no step for long, if parameters were unlike at
 one step, if a sample was counted twice, if a peer took more and more memory, descriptors or threads, or did not end
 well.
@@ -88,8 +88,12 @@ class Soak:
 
     def _strike(self, now: float) -> None:
         living = self.herd.living
-        victims = [peer for peer in living if not peer.frozen and now - peer.born > RESTART_S]
-        if sum(not peer.frozen and self.herd.trains(peer) for peer in living) < LEAST or not victims:
+        awake = {peer.name for peer in living if not peer.frozen}
+        training = {peer.name for peer in living if self.herd.trains(peer)}
+        ways = [peer.through & awake for peer in living if peer.name not in training]
+        spared = frozenset[str]().union(*(way for way in ways if len(way) == 1))
+        victims = [peer for peer in living if peer.name in awake - spared and now - peer.born > RESTART_S]
+        if len(awake & training) < LEAST or not victims:
             return
         victim = self._chance.choice(victims)
         if self._chance.random() < 0.5:

@@ -90,7 +90,7 @@ class Leadership:
         """
         pause_s = self._settings.resend_s
         if self.active:
-            if self._stood_still_at == self._standing.head:
+            if self._stood_still_at == self._standing.head and self._roster.living():
                 pause_s = 2 * self._settings.matchmaking_s
             self._stood_still_at = self._standing.head
         if self._coordinator is not None and not self._coordinator.ended:
