@@ -6,10 +6,9 @@
 
 An event kills a random peer, or freezes it for six seconds. A killed one is started again after twenty. In the first
 and the last minute nothing happens, nor while fewer than three peers train, nor to the last one through which a new one
-is about to join: where all of those die nothing can be saved. The loss at equal steps is compared
-with that of the last run without events. Status 1 if the swarm made no step for long, if parameters were unlike at
-one step, if a sample was counted twice, if a peer took more and more memory, descriptors or threads, or did not end
-well.
+is about to join: where all of those die nothing can be saved. The loss at equal steps is compared with that of the last
+run without events. Status 1 if the swarm made no step for long, if parameters were unlike at one step, if a sample was
+counted twice, if a peer took more and more memory, descriptors or threads, or did not end well.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class TrainingSession:
         self.started = False
         self.drop_reason = "non-finite gradient"
         self._dropped_in_a_row, self._stepped_before = 0, False
-        #: whether there was a global step since this peer is in the run
-        self._any_step = False
+        #: the global step at which this peer came into the run
+        self._began_at = 0
 
     def check(self) -> None:
         """Refuse what cannot work in a swarm, before anything is started."""
@@ -98,7 +98,7 @@ class TrainingSession:
                 "initial_peers answered, but nobody else is in run_id=%r yet: others that train have another one",
                 self._a.run_id,
             )
-        self.started = True
+        self.started, self._began_at = True, outcome.epoch
         self._progress.follow(outcome.epoch, committed=False)
         self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)
 
@@ -164,7 +164,6 @@ class TrainingSession:
         # (with samples in them reused buffers are a sum that is still scaled)
         if outcome.committed and self._scale is not None and not self.engine.local_samples:
             self._scale.after_commit()
-        self._any_step = self._any_step or outcome.committed
         return outcome.committed
 
     def flush(self) -> None:
@@ -185,7 +184,7 @@ class TrainingSession:
 
     def _warn_of_no_step(self) -> None:
         samples, target = self.engine.local_samples, self._a.target_batch_size
-        if samples and not self._any_step:
+        if samples and self.engine.epoch == self._began_at:  # (steps that others have made are steps)
             log.warning(
                 "no global step was made while this peer was in the run, so nothing was learned: of"
                 " target_batch_size=%d samples it had %d when it ended, the swarm %d. Give a smaller target_batch_size,"

@@ -115,10 +115,12 @@ def test_a_sum_in_place_that_goes_on_after_a_commit_is_not_unscaled(held: int) -
 def test_a_fit_that_ends_before_the_first_global_step_says_that_nothing_was_learned(
     stepped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session, *_ = make_session()
+    session, trainer, _ = make_session()
     engine = CountingEngine(epoch=4)
     engine.local_samples, engine.swarm_samples = 5, 6
     session.engine = cast(Engine, engine)
+    session._make_scheduler(trainer.optimizers[0])
+    session.synchronise()
     if stepped:
         session.begin_batch()
     session.close(1.0)

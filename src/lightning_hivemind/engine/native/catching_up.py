@@ -97,7 +97,7 @@ class CatchingUp:
             StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
         """
         began = time.monotonic()
-        self._look()
+        self._look()  # since the last call there were batches: this process did not stand still
         problem, tried = "no peer shares its state", self._since is not None
         if self._since is None:
             self._since = self._said = began

@@ -139,7 +139,7 @@ class Downloads:
             if best is not None and since is None:
                 since = now
                 continue  # the others are asked at once
-            waiting = attempt.spare or attempt.asked
+            waiting = attempt.asked or attempt.spare
             if not waiting or now >= deadline or (since is not None and now - since > PATIENCE_S):
                 break
             self._wait(attempt, min(POLL_S, deadline - now))
@@ -181,7 +181,7 @@ class Downloads:
                 return memory
             comes = self._ask_for_ranges(attempt, chosen, now)
             stuck = math.inf if comes else min(stuck, now)  # who had what is missing has gone, but others may have it
-            hopeless = now - stuck > self._silence_s or not (comes or attempt.spare or attempt.asked)
+            hopeless = now - stuck > self._silence_s or not (comes or attempt.asked or attempt.spare)
             if hopeless or now >= deadline or should_abort():
                 gone = "the peers that sent their state went on, or left, before it was here."
                 raise attempt.problem or StateError(gone)
