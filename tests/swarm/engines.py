@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -76,7 +76,7 @@ class Trainer:
         aborted: whether its process is being stopped.
     """
 
-    def __init__(self, name: str, **given: Any) -> None:
+    def __init__(self, name: str, *, buffers: Sequence[torch.Tensor] = (), **given: Any) -> None:
         self.arguments = Arguments(**{"target_batch_size": 16, "host_maddrs": ["/ip4/127.0.0.1/tcp/0"], **given})
         self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 1000))
         self.plain = torch.optim.SGD([self.weight], lr=1.0)
@@ -85,6 +85,7 @@ class Trainer:
         bus.subscribe(self.events.append)
         training = training_of(
             self.plain,
+            buffers=list(buffers),
             rebuild_optimizer=rebuilder(self.plain) if self.arguments.recreates_optimizer else None,
             should_abort=self._looks,
         )

@@ -37,6 +37,7 @@ ANNEXES = {"argument_checks": "arguments", "argument_rules": "arguments"}  # fil
 FACADE = "__init__"  # the package itself: exports everybody's names, so nobody may import it
 FOREIGN = ("hivemind", "lightning", "pytorch_lightning")
 MAX_LINES = 400
+MAKERS = {f"torch.{name}" for name in ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "arange", "eye")}
 
 
 def room_of(path: Path) -> str:
@@ -268,6 +269,24 @@ def test_what_could_execute_bytes_is_found(line: str) -> None:
 )
 def test_what_executes_nothing_is_not_found(line: str) -> None:
     assert executing(line) == []
+
+
+def at_torchs_defaults(source: str) -> list[str]:
+    """Tensors whose dtype or device is the default one."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    made = [call for call in calls if dotted(call.func) in MAKERS]
+    return [ast.unparse(call) for call in made if not {"dtype", "device"} <= {one.arg for one in call.keywords}]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_tensor_is_made_at_the_defaults_that_a_script_sets(path: Path) -> None:
+    """``precision="bf16-true"`` does, for all threads, while a batch is computed; see ``engine/native/host.py``."""
+    assert at_torchs_defaults(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("line", ["torch.zeros(3)", "x = torch.empty(3, dtype=d)", "f(torch.tensor(1.0, device=d))"])
+def test_a_tensor_at_the_defaults_is_found(line: str) -> None:
+    assert at_torchs_defaults(line)
 
 
 def test_the_version_is_stated_once() -> None:

@@ -29,5 +29,5 @@ class Uniform8BitQuantization(CodebookCodec, hivemind.compression.Uniform8BitQua
             raise refuse_unquantizable(self)
         width = self.RANGE_IN_SIGMAS * norm / math.sqrt(max(values.numel() - 1, 1)) / CODES
         if width < _LEAST_WIDTH:
-            return torch.full(values.shape, middle, dtype=torch.uint8)
+            return torch.full_like(values, middle, dtype=torch.uint8)
         return centred.div_(width).round_().add_(middle).clamp_(0, CODES - 1).to(torch.uint8)

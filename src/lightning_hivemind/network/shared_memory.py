@@ -41,7 +41,7 @@ def start_shared_memory() -> None:
     _be_patient()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
     try:
-        torch.empty(1).share_memory_()  # type: ignore[no-untyped-call]
+        torch.empty(1, dtype=torch.uint8, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise DaemonError(
             f"torch cannot share memory between processes: {str(error).splitlines()[0]} (TMPDIR="

@@ -124,6 +124,25 @@ def test_the_same_values_give_the_same_bytes_and_are_left_alone(codec: ChunkCode
 
 
 @every_codec
+@pytest.mark.parametrize("elements", [0, 1, 130, 4096, 5000])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_what_a_script_makes_the_default_dtype_changes_nothing(
+    codec: ChunkCodec, elements: int, default: torch.dtype
+) -> None:
+    """As Lightning does while a batch is computed in half precision, for the rounds' thread, too."""
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
+    data, back, bound = bytes(codec.encode(values)), there_and_back(codec, values), codec.error_bound(values)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert bytes(codec.encode(values)) == data
+        assert torch.equal(there_and_back(codec, values), back)
+        assert torch.equal(codec.error_bound(values), bound)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@every_codec
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 66, 129])
 def test_a_value_that_is_not_finite_is_never_hidden(codec: ChunkCodec, bad: float, at: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,6 +147,47 @@ def test_each_delay_lets_gradients_be_one_step_older(make: Make, given: dict[str
     assert peer.engine.local_samples == 8
     peer.engine._gradients.committed([], steps + 1)
     assert peer.engine.local_samples == 0
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3], ids="{} a step".format)
+@pytest.mark.parametrize("given", [{}, STEP_DELAYED, ALL_DELAYS], ids=["none", "step", "gradients"])
+def test_all_that_a_buffer_has_seen_comes_into_steps_however_late_they_are_made(
+    make: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], batches: int
+) -> None:
+    """BatchNorm's statistics: a step that is made in the background ends when later batches have moved them already."""
+    plain_step = torch.optim.SGD.step
+
+    def slow_step(*args: Any) -> Any:
+        time.sleep(0.05)
+        return plain_step(*args)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", slow_step)
+    seen, made = torch.zeros(1), 0
+    peer = make(target_batch_size=8 * batches, buffers=[seen], **given)
+    while made < 12 or peer.engine.local_samples:
+        made += 1
+        peer.begin()
+        seen += 1.0
+        peer.end()
+        wait_for(lambda: not peer.parts.driver.status.due or peer.parts.handover.ready(peer.engine._head), "a round")
+        assert made < 100, "some samples are in no step"
+    peer.engine.flush()
+    assert seen.item() == made
+
+
+def test_a_batch_in_half_precision_lets_the_rounds_go_on_as_ever(make: Make) -> None:
+    """Lightning makes it the default dtype of the whole process meanwhile."""
+    quick, slow = (make(grad_compression=codecs.Blockwise4BitQuantization(), max_staleness=8) for _ in range(2))
+    before = torch.get_default_dtype()
+    slow.begin()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        wait_for(lambda: (quick.begin(), quick.end(torch.ones(1000, dtype=torch.float32)))[1], "a step of the other")
+    finally:
+        torch.set_default_dtype(before)
+    slow.end()
+    wait_for(lambda: (slow.begin(), slow.engine.epoch >= quick.engine.epoch)[1], "the same step here")
+    assert torch.equal(quick.weight, slow.weight)
 
 
 @pytest.mark.parametrize(

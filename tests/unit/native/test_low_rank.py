@@ -80,6 +80,20 @@ def test_a_gradient_of_low_rank_is_averaged_whole_once_its_directions_are_known(
         assert left < 0.05 or step % 2 == 0
 
 
+def test_what_a_script_makes_the_default_dtype_changes_nothing() -> None:
+    """As Lightning does while a batch is computed in half precision, for the rounds' thread, too."""
+    given = [gradient(step) for step in range(3)]
+    plain = Swarm(1)
+    expected = [plain.step([one], [8]) for one in given]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        swarm = Swarm(1)
+        assert all(torch.equal(swarm.step([one], [8]), wanted) for one, wanted in zip(given, expected, strict=True))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_what_is_cut_off_is_not_lost() -> None:
     """All that was ever given is in the steps, or waits: to the rounding of the steps' gradients."""
     swarm, given, made = Swarm(3, rank=1), torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,9 +25,14 @@ def apply(peer: Statistics, changes: Tensor) -> None:
     peer.publish()
 
 
+def taken(peer: Statistics) -> Tensor:
+    with peer.taking(peer.epoch) as changes:
+        return changes
+
+
 def step(*peers: Statistics) -> None:
     """All get the average of all."""
-    changes = torch.stack([peer.changes(peer.epoch) for peer in peers])
+    changes = torch.stack([taken(peer) for peer in peers])
     for peer in peers:
         apply(peer, changes.mean(dim=0))
 
@@ -36,28 +43,41 @@ def test_peers_get_the_mean_of_what_they_have_seen() -> None:
     tensors[0][0] += 1
     tensors[1][0] -= 3
     tensors[1][1] += 1
-    assert peers[1].changes(0).tolist() == [-3.0] * 6 + [1.0]
     step(*peers)
     for mean, single in tensors:
         assert mean.tolist() == [[0.0] * 3] * 2
         assert single.item() == 5.5
-    assert peers[0].changes(1).tolist() == [0.0] * 7
+    assert taken(peers[0]).tolist() == [0.0] * 7
 
 
 def test_a_peer_that_has_seen_nothing_follows_the_others() -> None:
     own = torch.zeros(3)
     peer = Statistics([own])
-    assert peer.changes(0).tolist() == [0.0] * 3
+    assert taken(peer).tolist() == [0.0] * 3
     apply(peer, torch.tensor([1.0, 2.0, 0.0]))
     assert own.tolist() == [1.0, 2.0, 0.0]
 
 
-def test_what_a_peer_sees_during_a_step_is_replaced_by_the_common_value() -> None:
+def test_what_a_peer_sees_during_a_step_is_replaced_by_the_common_value_and_given_later() -> None:
+    """So it is with a peer whose batch takes longer than the others' step, and with delayed steps."""
+    own = torch.zeros(2)
+    peer = Statistics([own])
+    for _ in range(2):
+        own += 7
+        apply(peer, torch.tensor([1.0, 0.0]))
+    assert own.tolist() == [2.0, 0.0]
+    own += torch.tensor([0.0, 1.0])
+    assert taken(peer).tolist() == [14.0, 15.0]
+    assert taken(peer).tolist() == [0.0, 0.0]
+
+
+def test_what_cannot_be_given_is_not_taken() -> None:
     own = torch.zeros(2)
     peer = Statistics([own])
     own += 7
-    apply(peer, torch.tensor([1.0, 0.0]))
-    assert own.tolist() == [1.0, 0.0]
+    with pytest.raises(MemoryError), peer.taking(0):
+        raise MemoryError
+    assert taken(peer).tolist() == [7.0, 7.0]
 
 
 def test_counters_move_by_the_rounded_mean_of_what_peers_have_counted() -> None:
@@ -69,12 +89,11 @@ def test_counters_move_by_the_rounded_mean_of_what_peers_have_counted() -> None:
     tensors[1][0] += 2
     for own in tensors:
         own[2] -= 1
-    assert peers[1].changes(0).tolist() == [2.0, 0.0, -1.0]
     step(*peers)
     for counter, large, falling in tensors:
         assert counter.item() == 3 + 4, "3.5, to the even neighbour"
         assert (large.item(), falling.item()) == (huge, 6)
-    assert peers[0].changes(1).tolist() == [0.0] * 3
+    assert taken(peers[0]).tolist() == [0.0] * 3
 
 
 def test_masks_and_indices_are_each_peers_own() -> None:
@@ -91,7 +110,7 @@ def test_masks_and_indices_are_each_peers_own() -> None:
 def test_a_model_that_has_none() -> None:
     peer = Statistics([])
     assert peer.elements == 0
-    assert peer.changes(0).shape == (0,)
+    assert taken(peer).shape == (0,)
     apply(peer, torch.empty(0))
 
 
@@ -112,7 +131,7 @@ def test_what_never_changes_stays_to_the_last_bit(dtype: torch.dtype) -> None:
 
 def test_a_constant_that_is_no_number_is_no_change() -> None:
     peer = Statistics([torch.tensor([NAN, 1.0])])
-    assert peer.changes(peer.epoch).tolist() == [0.0, 0.0]
+    assert taken(peer).tolist() == [0.0, 0.0]
 
 
 def test_a_least_value_that_was_infinite_before_the_first_batch_spoils_nothing() -> None:
@@ -120,7 +139,7 @@ def test_a_least_value_that_was_infinite_before_the_first_batch_spoils_nothing()
     least = torch.tensor([INF])
     peer = Statistics([least])
     least.fill_(3.0)
-    assert peer.changes(0).isfinite().all()
+    assert taken(peer).isfinite().all()
 
 
 def test_whoever_takes_a_state_over_has_seen_nothing_since() -> None:
@@ -128,7 +147,7 @@ def test_whoever_takes_a_state_over_has_seen_nothing_since() -> None:
     peer = Statistics([own])
     own += 5
     peer.rebase(3)
-    assert peer.changes(peer.epoch).tolist() == [0.0, 0.0]
+    assert taken(peer).tolist() == [0.0, 0.0]
     apply(peer, torch.tensor([1.0, 0.0]))
     assert own.tolist() == [6.0, 5.0]
 
@@ -186,6 +205,44 @@ def test_after_a_failed_round_a_lone_peer_gives_all_that_it_has_seen() -> None:
     gradients.add(4, 0)
     statistic.fill_(2.0)
     assert given(gradients)[1] == [1.0, 2.0]
+
+
+def test_what_two_failed_rounds_had_adds_up_though_a_step_of_others_came_between() -> None:
+    statistic, base = torch.zeros(1), torch.tensor([10.0])
+    gradients, _ = gathering(statistic)
+    for _ in range(2):
+        gradients.add(4, 0)
+        statistic += 1.0
+        given(gradients)
+        gradients.returned()
+        gradients._statistics.step(base, 1)
+        gradients._statistics.publish()
+    assert statistic.item() == 20.0
+    assert given(gradients)[1] == [1.0, 2.0]
+
+
+def test_what_has_changed_with_samples_that_are_too_old_is_dropped_with_them() -> None:
+    """Else a peer that no step has would give all that it has ever seen with its next batch."""
+    statistic = torch.zeros(1)
+    gradients, _ = gathering(statistic)
+    gradients.add(4, 0)
+    statistic += 100.0
+    assert gradients.committed([], 2) == 4
+    gradients.add(4, 2)
+    statistic += 1.0
+    assert given(gradients)[1] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("forget", [lambda one: one.discard(), lambda one: one.moved(0)], ids=["discarded", "moved"])
+def test_what_has_changed_with_samples_that_are_forgotten_is_forgotten(forget: Callable[[Gradients], int]) -> None:
+    statistic = torch.zeros(1)
+    gradients, _ = gathering(statistic)
+    gradients.add(4, 0)
+    statistic += 100.0
+    assert forget(gradients) == 4
+    gradients.add(4, 0)
+    statistic += 1.0
+    assert given(gradients)[1] == [1.0, 1.0]
 
 
 def test_what_is_committed_is_not_given_again_before_it_is_applied() -> None:

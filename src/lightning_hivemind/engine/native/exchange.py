@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact, memory_of, view_of
 from lightning_hivemind.engine.native.early import EarlyRoom
+from lightning_hivemind.engine.native.host import host_floats
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, PeerId
@@ -193,7 +194,7 @@ class Exchange:
         return room
 
     def _refuse(self, chunk: int, contributions: Sequence[Contribution]) -> None:
-        room = torch.empty(self._layout.size(chunk))
+        room = host_floats(self._layout.size(chunk))
         for one in contributions:
             if not finite(self._values(chunk, one.peer, room)):
                 raise UnusableInput(one.peer, "its gradient has values that are not finite")

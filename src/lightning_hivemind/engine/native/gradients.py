@@ -14,13 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.host import host_zeros
+from lightning_hivemind.engine.native.left_out import LeftOut
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.means import Carried, Made, Mean, mean_of
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES, Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, mark_parts
+from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
 
 
 class Gradients:
@@ -79,10 +81,9 @@ class Gradients:
         self._void = False
         self._carried = Carried(self.marks)
         self._number = time.time_ns() // 1000  # grows over restarts, too
-        #: of sums over samples that were given before (error feedback); see :meth:`.Exchange.left_out`
-        self._left_out: Tensor | None = None
+        self._left_out = LeftOut(self._memory, self.parameters if low_rank is None else ())
         #: parameters of which there ever was a gradient here: what a low rank left out of it comes later
-        self._ever = torch.zeros(self.marks)
+        self._ever = host_zeros(self.marks)
         self._head_epoch = 0
 
     # ------------------------------------------------------------------ the training thread
@@ -119,7 +120,8 @@ class Gradients:
         another batch. ``scale``: what sums in place are still multiplied by.
         """
         with self._lock:
-            lost = self._sum.add(samples, epoch, scale)
+            if lost := self._sum.add(samples, epoch, scale):
+                self._statistics.forget()
             return lost + self._prune()
 
     def end_batch(self) -> None:
@@ -178,7 +180,7 @@ class Gradients:
         """
         with self._lock:
             assert self._handed is None, "one peer at a time"
-            if not self.can_be_carried or steps > self._max_staleness or self.was_given:
+            if not self._may_hand_over(steps):
                 return 0, None
             lost = self._prune(steps)
             found = self._collect()
@@ -191,8 +193,7 @@ class Gradients:
     def make_fresh(self, steps: int, in_all: int) -> int:
         """Drop what is too old ``in_all`` steps from now, of which handing it over takes ``steps``; returns samples."""
         with self._lock:
-            waits = self.can_be_carried and steps <= self._max_staleness and not self.was_given
-            return self._prune(in_all) if waits else 0
+            return self._prune(in_all) if self._may_hand_over(steps) else 0
 
     def handed_over(self, *, back: bool) -> int:
         """It is that peer's now, or was lost; or it is ``back``. Returns the samples that are too old, and dropped."""
@@ -252,25 +253,23 @@ class Gradients:
         """
         counted = {one.number for one in listed}
         with self._lock:
-            self._head_epoch = epoch
-            if listed or self._left_out is None:
-                self._left_out = left_out
-            elif left_out is not None:
-                self._left_out.add_(left_out)
-            given, dropped = self._given, 0
+            given, back = self._given, None
             waiting = [mean for mean in (given.own if given is not None else None, self._back) if mean is not None]
-            self._given = self._back = None
+            for mean in waiting:
+                if not mean.is_in(counted):  # first: it may find no memory
+                    back = mean if back is None else self._merged(back, mean)
+            self._given, self._back = None, back
+            self._head_epoch, dropped = epoch, 0
+            self._left_out.committed(left_out, listed=bool(listed))
             if given is not None:
                 self._carried.put_back(given.carried)
                 dropped = given.contribution.samples if given.is_void and given.contribution not in listed else 0
             self._carried.drop(lambda mean: mean.is_in(counted))
             for mean in waiting:
-                if not mean.is_in(counted):
-                    self._take_back(mean)
-                    continue
-                dropped += mean.samples - sum(mean.given.get(number, 0) for number in counted)
-                if self._low_rank is not None:
-                    self._low_rank.counted(counted)
+                if mean.is_in(counted):
+                    dropped += mean.samples - sum(mean.given.get(number, 0) for number in counted)
+                    if self._low_rank is not None:
+                        self._low_rank.counted(counted)
             return dropped + self._prune()
 
     def stands_at(self, epoch: int) -> None:
@@ -293,10 +292,11 @@ class Gradients:
         """To ``epoch`` by a way on which contributions cannot be followed: none is kept. Returns the lost samples."""
         with self._lock:
             self._head_epoch = epoch
-            lost, self._given, self._back, self._left_out = self.samples, None, None, None
+            lost, self._given = self.samples, None
+            self._forget()
+            self._left_out.forget()
             self._carried.take()
             self._void = True
-            self._sum.clear()
             self._ever.zero_()
             return lost
 
@@ -312,6 +312,9 @@ class Gradients:
         """Whether something here was in a round before: it may be in a commit, which only this peer can find out."""
         with self._lock:
             return self._carried.was_given or (self._back is not None and bool(self._back.given))
+
+    def _may_hand_over(self, steps: int) -> bool:
+        return self.can_be_carried and steps <= self._max_staleness and not self.was_given
 
     def _collect(self) -> tuple[Made, Tensor] | None:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
@@ -330,35 +333,32 @@ class Gradients:
             self._carried.put_back(carried)
             raise
         if self._low_rank is not None and values is not None:
-            marks = self._marks(values)
+            marks = values[values.numel() - self.marks :]
             marks.copy_(torch.maximum(self._ever, marks, out=self._ever))
             values = self._low_rank.pack(values, self._number, samples, self._head_epoch)
         if values is None:
             return None
-        if self._left_out is not None:
-            given = self._memory.floats(values.numel())
-            values = torch.add(values, self._left_out, alpha=1 / samples, out=given)
-            if self._low_rank is None:
-                mark_parts(self._marks(given), self._left_out, self.parameters)
+        values = self._left_out.added_to(values, samples)
         number, self._back = self._number, None
         carried = tuple(one.gave(number) for one in carried)
         contribution = Contribution(peer=self._me, number=number, samples=samples)
         return Made(contribution, own.gave(number) if own is not None else None, carried), values
 
     def _forget(self) -> int:
-        lost = self._sum.samples + (self._back.samples if self._back is not None else 0)
-        self._back = None
-        self._sum.clear()
+        lost, self._back = self._sum.samples + (self._back.samples if self._back is not None else 0), None
+        self._clear()
         return lost
 
-    def _recover(self, given: Made) -> None:
-        if given.own is not None:
-            self._take_back(given.own)
-        self._carried.put_back(given.carried)
+    def _clear(self) -> None:
+        """What was summed is in no contribution, nor is what has changed with it."""
+        self._sum.clear()
+        self._statistics.forget()
 
-    def _take_back(self, mean: Mean) -> None:
+    def _recover(self, given: Made) -> None:
         """For the next round, with what waits for it already."""
-        self._back = mean if self._back is None else self._merged(self._back, mean, self._memory.floats(self.whole))
+        if given.own is not None:
+            self._back = given.own if self._back is None else self._merged(self._back, given.own)
+        self._carried.put_back(given.carried)
 
     def _take_all(self) -> Mean | None:
         """What came back from a round, with what was summed since, of which another sum begins."""
@@ -369,22 +369,22 @@ class Gradients:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
             return self._back
-        room = self._memory.floats(self.whole) if self._back is not None else None  # first: there may be none
-        samples, epoch, values = total.samples, total.epoch, total.take()
-        values[total.elements : self.whole - self.marks] = self._statistics.changes(self._head_epoch)
+        room = None if self._back is None or self._local else self._memory.floats(self.whole)  # there may be none
+        samples, epoch = total.samples, total.epoch
+        with self._statistics.taking(self._head_epoch) as changes:
+            values = total.take()
+            values[total.elements : self.whole - self.marks] = changes
         mean = Mean(values, samples, epoch)
-        return mean if self._back is None or room is None else self._merged(self._back, mean, room)
+        return mean if self._back is None else self._back.followed_by(mean, total.elements, self.marks, room)
 
     @property
     def _awaits_step(self) -> bool:
         """Whether the step to where the swarm is is still to be made here: it may have these changes already."""
         return self._local and self._statistics.epoch != self._head_epoch
 
-    def _merged(self, older: Mean, newer: Mean, room: Tensor) -> Mean:
+    def _merged(self, older: Mean, newer: Mean) -> Mean:
+        room = None if self._local else self._memory.floats(self.whole)
         return older.followed_by(newer, self._sum.elements, self.marks, room)
-
-    def _marks(self, flat: Tensor) -> Tensor:
-        return flat[flat.numel() - self.marks :]
 
     def _prune(self, steps: int = 0) -> int:
         """Drop what is too old, or will be after so many steps; returns the samples."""
@@ -393,7 +393,7 @@ class Gradients:
             dropped, self._back = dropped + self._back.samples, None
         if self._sum.samples and self._too_old(self._sum.epoch, steps):
             dropped += self._sum.samples
-            self._sum.clear()
+            self._clear()
         return dropped
 
     def _too_old(self, epoch: int, steps: int = 0) -> bool:

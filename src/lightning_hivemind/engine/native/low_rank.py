@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.host import host_zeros
 from lightning_hivemind.engine.native.memory import Memory
 
 #: share of a column that must be new to be more than rounding
@@ -113,13 +114,13 @@ class LowRank:
             self._plain.append((span, slice(start, start := start + span.stop - span.start)))
         self._lock = threading.Lock()
         #: what the factors left out of this peer's sums of gradients, and what they leave out with what is given now
-        self._left = torch.zeros(sum(one.elements for one in self._matrices))
+        self._left = host_zeros(sum(one.elements for one in self._matrices))
         self._total = torch.zeros_like(self._left)
         self._given: _Given | None = None
         #: by epoch, from that of the optimizer to the last one that is known; and averages that lead further
         self._bases: dict[int, Tensor] = {}
         self._averages: dict[int, Tensor] = {}
-        self.carried = torch.zeros(factors)
+        self.carried = host_zeros(factors)
         self.begin(0)
 
     # ------------------------------------------------------------------ where this peer is
@@ -127,7 +128,7 @@ class LowRank:
     def begin(self, epoch: int) -> None:
         """Nothing is known of the gradients yet: any bases will do that are the same at all peers."""
         for index, (_, basis) in enumerate(self._factors(self.carried, epoch - 1)):
-            basis.copy_(_orthonormal(torch.zeros(basis.shape), index))
+            basis.copy_(_orthonormal(host_zeros(*basis.shape), index))
         self.adopted(epoch)
 
     def adopted(self, epoch: int) -> None:
@@ -158,7 +159,7 @@ class LowRank:
             if bases is None:
                 return None
             self._settle()
-            packed = torch.zeros(sum(self.sizes))
+            packed = host_zeros(sum(self.sizes))
             factors = packed[: self.sizes[0]]
             for (one, factor), basis, left, total in self._parts(factors, bases, epoch):
                 torch.add(left, one.of(mean, epoch), alpha=samples, out=total)
@@ -212,7 +213,7 @@ class LowRank:
         """Compute bases up to those of ``epoch``, as far as the averages are here."""
         last = max(self._bases)
         while last < epoch and last in self._averages:
-            self._bases[last + 1] = following = torch.zeros(self.sizes[0])
+            self._bases[last + 1] = following = host_zeros(self.sizes[0])
             average = self._averages.pop(last)
             pairs = zip(self._factors(average, last), self._factors(following, last), strict=True)
             for index, ((_, factor), (_, basis)) in enumerate(pairs):

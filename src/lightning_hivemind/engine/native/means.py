@@ -34,17 +34,18 @@ class Mean:
         torch.maximum(self.values[end:], other.values[end:], out=self.values[end:])
         return replace(self, samples=samples)
 
-    def followed_by(self, newer: Mean, trained: int, marks: int, values: Tensor) -> Mean:
-        """Both, of one peer: gradients (``trained``) by samples; newer changes of statistics contain older ones.
+    def followed_by(self, newer: Mean, trained: int, marks: int, room: Tensor | None) -> Mean:
+        """Both, of one peer: gradients (``trained``) by samples, and what has changed with them adds up.
 
-        In ``values``, since a connection may still be sending either.
+        In ``room``, since a connection may still be sending either; None if the newer values contain the older ones.
         """
-        samples = self.samples + newer.samples
-        torch.mul(newer.values[:trained], newer.samples / samples, out=values[:trained])
-        values[:trained].add_(self.values[:trained], alpha=self.samples / samples)
-        values[trained:] = newer.values[trained:]
-        end = values.numel() - marks
-        torch.maximum(self.values[end:], newer.values[end:], out=values[end:])
+        samples, end, values = self.samples + newer.samples, self.values.numel() - marks, newer.values
+        if room is not None:
+            torch.mul(newer.values[:trained], newer.samples / samples, out=room[:trained])
+            room[:trained].add_(self.values[:trained], alpha=self.samples / samples)
+            torch.add(self.values[trained:end], newer.values[trained:end], out=room[trained:end])
+            torch.maximum(self.values[end:], newer.values[end:], out=room[end:])
+            values = room
         return Mean(values, samples, min(self.epoch, newer.epoch), {**self.given, **newer.given})
 
     def is_in(self, numbers: Collection[int]) -> bool:

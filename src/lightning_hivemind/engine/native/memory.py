@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.host import host_floats
 from lightning_hivemind.platform import advise_memory
 
 log = logging.getLogger("lightning_hivemind")
@@ -50,11 +51,11 @@ class Memory:
 
     def scratch(self, count: int) -> Tensor:
         """float32 CPU (count,) with anything in it, which no device copies from or to."""
-        return self.bytes(4 * count).view(torch.float32) if count else torch.empty(0)
+        return self.bytes(4 * count).view(torch.float32) if count else host_floats(0)
 
     def floats(self, count: int) -> Tensor:
         """float32 CPU (count,) with anything in it."""
-        return self._piece(4 * count, pinned=self._pinned).view(torch.float32) if count else torch.empty(0)
+        return self._piece(4 * count, pinned=self._pinned).view(torch.float32) if count else host_floats(0)
 
     def _piece(self, count: int, *, pinned: bool) -> Tensor:
         with self._lock:

@@ -7,12 +7,15 @@ With ``use_local_updates`` the parameters themselves are among them, and moments
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
 import torch
 from torch import Tensor
+
+from lightning_hivemind.engine.native.host import host_zeros
 
 #: of a sum over some thousand peers in float32, relative
 ROUNDING = 1e-4
@@ -30,8 +33,9 @@ class Statistics:
     """``tensors`` of floating point, of any shape and device, and counters; others stay each peer's ``own``.
 
     Args:
-        carries: what has changed here since this peer gave its changes to a round is kept over the step; else it is
-            replaced by what all have.
+        carries: what has changed here since this peer gave its changes to a round is kept over the step, so that the
+            tensors are ahead of what all have (:meth:`changes`). Else they are after each step what all have; what
+            this peer has seen and not given waits beside them.
         moments: of the optimizer, behind the others. They are always replaced: with what is carried added, a second
             moment could get below zero.
 
@@ -50,6 +54,9 @@ class Statistics:
         self.base: list[Tensor] = []
         self.epoch = self._coming = 0
         self._ahead: list[Tensor] = []  # of ``base``, with what is carried
+        #: not ``carries``: the tensors where what has changed since was not given, and what was not before that
+        self._since: list[Tensor] = []
+        self._waiting: Tensor | None = None
         self._lock = threading.Lock()  # a round may ask while a step is made
         self.rebase(0)
 
@@ -57,23 +64,47 @@ class Statistics:
     def rebase(self, epoch: int) -> None:
         """What is there now is what all peers have at ``epoch``: a state was taken over."""
         with self._lock:
-            self.base = [tensor.detach().to("cpu", copy=True) for tensor in self.tensors]
+            self.base = self._now()
             self.epoch = self._coming = epoch
+            self._begin(self._now())  # of its own: steps change the other
 
     def adopted(self, epoch: int) -> None:
         """:attr:`base` was set to what all peers have at ``epoch``; see :meth:`publish`."""
         self._coming = epoch
 
+    @contextlib.contextmanager
+    def taking(self, epoch: int) -> Iterator[Tensor]:
+        """float32 CPU (elements,), for a contribution: what has changed here and is in no other one, from now on.
+
+        If this raises, it is in none. With ``carries`` nothing is taken: see :meth:`changes`.
+        """
+        with torch.no_grad():
+            if self.carries:
+                yield self.changes(epoch)
+                return
+            with self._lock:
+                now = self._now()
+                yield self._not_given(now)
+                self._begin(now)
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """What has changed here and is in no contribution will be in none, as the samples with which it came."""
+        if not self.carries:
+            with self._lock:
+                self._begin(self._now())
+
     @torch.no_grad()
     def changes(self, epoch: int) -> Tensor:
-        """float32 CPU (elements,): since the step to ``epoch``. What is or has become infinite or NaN has not changed.
+        """``carries``: float32 CPU (elements,), what has changed since the step to ``epoch``.
 
-        Zeros while that step is still to be made here, or published: it may have these changes already.
+        What is or has become infinite or NaN has not. Zeros while that step is still to be made here, or published: it
+        may have these changes already.
         """
         with self._lock:
             if self.epoch != epoch or not self.tensors:
-                return torch.zeros(self.elements)
-            return self._changes()
+                return host_zeros(self.elements)
+            return self._ahead_of_base()
 
     @torch.no_grad()
     def step(self, changes: Tensor, epoch: int, counted: Tensor | None = None) -> None:
@@ -82,7 +113,7 @@ class Statistics:
         ``counted``: this peer's own changes that are in it, as :meth:`changes` gave them; None if none are.
         """
         with self._lock:
-            left = self._changes() if self.carries and self.tensors else None
+            left = self._ahead_of_base() if self.carries and self.tensors else None
             if left is not None and counted is not None:
                 left -= counted
             sizes, first_moment = [base.numel() for base in self.base], len(self.base) - self.moments
@@ -100,17 +131,35 @@ class Statistics:
     def publish(self) -> None:
         """Give the model what all peers have, and what it is ahead of that."""
         with self._lock:
+            if not self.carries and self.tensors:
+                self._begin([one.clone() for one in self.base], self._not_given(self._now()))
             for tensor, value in zip(self.tensors, self._ahead or self.base, strict=True):
                 tensor.copy_(value)
             self._ahead, self.epoch = [], self._coming
 
-    def _changes(self) -> Tensor:
-        parts = []
-        for tensor, base in zip(self.tensors, self.base, strict=True):
-            now = tensor.detach().to("cpu")
-            change = now - base if base.dtype in COUNTERS else now.double() - base.double()
-            parts.append(torch.where(torch.isfinite(change), change, 0).float().flatten())
-        return torch.cat(parts)
+    def _now(self) -> list[Tensor]:
+        """Copies, for batches go on meanwhile."""
+        return [tensor.detach().to("cpu", copy=True) for tensor in self.tensors]
+
+    def _begin(self, since: list[Tensor], waiting: Tensor | None = None) -> None:
+        if not self.carries:
+            self._since, self._waiting = since, waiting
+
+    def _ahead_of_base(self) -> Tensor:
+        return _differences((tensor.detach().to("cpu") for tensor in self.tensors), self.base)
+
+    def _not_given(self, now: list[Tensor]) -> Tensor:
+        found = _differences(now, self._since)
+        return found if self._waiting is None else found.add_(self._waiting)
+
+
+def _differences(now: Iterable[Tensor], before: Sequence[Tensor]) -> Tensor:
+    """float32 CPU, one after the other; zero where there is none, or no number."""
+    parts = []
+    for mine, base in zip(now, before, strict=True):
+        change = mine - base if base.dtype in COUNTERS else mine.double() - base.double()
+        parts.append(torch.where(torch.isfinite(change), change, 0).float().flatten())
+    return torch.cat(parts) if parts else host_zeros(0)
 
 
 def _moved(base: Tensor, change: Tensor) -> Tensor:

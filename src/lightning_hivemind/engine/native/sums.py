@@ -26,7 +26,7 @@ class BufferSum:
         device = _device_of(parameters)
         self._transfer = Transfer(device)
         #: in host memory it is what will be given, and taken from there when it is needed
-        self._values = torch.empty(self.elements, device=device) if device.type != "cpu" else None
+        self._values = torch.empty(self.elements, dtype=torch.float32, device=device) if device.type != "cpu" else None
         self.samples = self.first = self.epoch = 0
         #: samples of the last sum; this one's first batch is multiplied by ``_unit``, a power of two: with as many
         #: samples as in the last one the sum is the mean then, most often, without another look at all of it
@@ -78,7 +78,7 @@ class BufferSum:
         if factor != 1.0:
             found[: self.elements].mul_(factor)
         self.samples = 0
-        found[self._whole - len(self._reached) :] = torch.tensor(self._reached).float()
+        found[self._whole - len(self._reached) :] = torch.tensor(self._reached, dtype=torch.float32, device="cpu")
         return found
 
     def clear(self) -> None:
@@ -133,7 +133,7 @@ class InPlaceSum:
             elif factor != 1.0:
                 part.mul_(factor)
         reached = [parameter.grad is not None for parameter in self._parameters]
-        found[self._whole - len(reached) :] = torch.tensor(reached).float()
+        found[self._whole - len(reached) :] = torch.tensor(reached, dtype=torch.float32, device="cpu")
         self.clear()
         return found
 
@@ -199,13 +199,6 @@ def dense(parameter: Tensor) -> Tensor | None:
     """Its gradient, also where an embedding made it sparse."""
     gradient = parameter.grad
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-
-
-def mark_parts(marks: Tensor, flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """1.0 for each parameter of which there is something in a flat vector."""
-    for mark, part in zip(marks, views(flat, parameters), strict=True):
-        if not mark and part.any():
-            mark.fill_(1.0)
 
 
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

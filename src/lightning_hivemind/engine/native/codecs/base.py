@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.host import host_bytes
 from lightning_hivemind.engine.native.memory import Memory
 
 #: elements that are encoded at a time: what comes between the steps stays in the processor's cache
@@ -61,7 +62,7 @@ class Exact:
 
 def room(memory: Memory | None, count: int) -> Tensor:
     """uint8 CPU (count,) with anything in it."""
-    return memory.bytes(count) if memory is not None and count else torch.empty(count, dtype=torch.uint8)
+    return memory.bytes(count) if memory is not None and count else host_bytes(count)
 
 
 def largest(values_N: Tensor) -> float:
@@ -80,4 +81,4 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def view_of(data: memoryview, dtype: torch.dtype) -> Tensor:
     """These bytes as a tensor, shared."""
-    return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")

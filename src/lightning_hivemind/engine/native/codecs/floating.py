@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import PIECE, largest, memory_of, room, view_of
+from lightning_hivemind.engine.native.host import host_floats
 from lightning_hivemind.engine.native.memory import Memory
 
 #: of float16: bits of the fraction, and half the distance of its smallest numbers
@@ -32,7 +33,7 @@ class ScaledFloat16:
         scale = largest(values_N)
         data[:4].view(torch.float32).fill_(scale)
         factor = 0.0 if scale <= _TINY else 1.0 / scale
-        halves, scaled = data[4:].view(torch.float16), torch.empty(min(PIECE, values_N.numel()))
+        halves, scaled = data[4:].view(torch.float16), host_floats(min(PIECE, values_N.numel()))
         for part, half in zip(torch.split(values_N, PIECE), torch.split(halves, PIECE), strict=True):
             half.copy_(torch.mul(part, factor, out=scaled[: part.numel()]))
         return memory_of(data)

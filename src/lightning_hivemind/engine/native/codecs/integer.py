@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import PIECE, largest, memory_of, room, view_of
+from lightning_hivemind.engine.native.host import host_floats, host_zeros
 from lightning_hivemind.engine.native.memory import Memory
 
 _BYTE, _NIBBLE = 127, 7
@@ -52,13 +53,13 @@ class _Blocks:
             scales[0] = largest(rows)
         dim, at_once = (1, PIECE) if one else (0, max(1, PIECE // rows.shape[1]))
         pieces = torch.split(rows, at_once, dim)
-        scratch = torch.empty(pieces[0].numel())
+        scratch = host_floats(pieces[0].numel())
         for part, (piece, numbers) in enumerate(zip(pieces, torch.split(out, at_once, dim), strict=True)):
             between = scratch[: piece.numel()].view_as(piece)
             mine = scales if one else scales[part * at_once : (part + 1) * at_once]
             if not one:
                 torch.amax(torch.abs(piece, out=between), dim=1, out=mine)
-            factors = torch.where(mine > _TINY, self._levels / mine, torch.zeros(()))
+            factors = torch.where(mine > _TINY, self._levels / mine, host_zeros())
             torch.mul(piece, factors[:, None], out=between)
             numbers.copy_(between.round_().clamp_(-self._levels, self._levels))
 
@@ -78,7 +79,7 @@ class _Blocks:
 
     def error_bound(self, values_N: Tensor) -> Tensor:
         if not values_N.numel():
-            return torch.zeros(0)
+            return host_zeros(0)
         largest = self._rows(values_N).abs().amax(dim=1, keepdim=True)
         bound = largest * (0.5 / self._levels + 2.0**-20) + _TINY
         return bound.expand(-1, self._block or values_N.numel()).flatten()[: values_N.numel()]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import ChunkCodec, Exact
+from lightning_hivemind.engine.native.host import host_zeros
 from lightning_hivemind.engine.native.memory import Memory
 
 #: encoded parts begin at multiples of this, so that any dtype can be read where it lies
@@ -41,7 +42,7 @@ class Mixed:
 
     def error_bound(self, values_N: Tensor) -> Tensor:
         bounds = [codec.error_bound(values_N[elements]) for elements, _, codec in self._parts()]
-        return torch.cat(bounds) if bounds else torch.zeros(0)
+        return torch.cat(bounds) if bounds else host_zeros(0)
 
     def _parts(self) -> Iterator[tuple[slice, slice, ChunkCodec]]:
         """Where each run lies among the elements, and among the bytes."""

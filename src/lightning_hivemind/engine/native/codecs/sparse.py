@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from lightning_hivemind.engine.native.codecs.base import memory_of, room, view_of
 from lightning_hivemind.engine.native.codecs.floating import ScaledFloat16
+from lightning_hivemind.engine.native.host import host_floats, host_zeros
 from lightning_hivemind.engine.native.memory import Memory
 
 #: a place within it is one byte
@@ -49,18 +50,18 @@ class TopK:
         if not elements:
             return
         split = self._split(elements)
-        values = torch.empty(self._count(elements))
+        values = host_floats(self._count(elements))
         self._values.decode(data[:split], values)
         places = view_of(data[split:], torch.uint8).long().view(-1, self._kept)
         in_place = elements % BLOCK == 0
-        rows = out_N.view(-1, BLOCK).zero_() if in_place else torch.zeros(len(places), BLOCK)
+        rows = out_N.view(-1, BLOCK).zero_() if in_place else host_zeros(len(places), BLOCK)
         rows.scatter_(1, places, values.view(-1, self._kept))
         if not in_place:
             out_N.copy_(rows.flatten()[:elements])
 
     def error_bound(self, values_N: Tensor) -> Tensor:
         if not values_N.numel():
-            return torch.zeros(0)
+            return host_zeros(0)
         sizes = _rows(values_N).abs()
         least = sizes.topk(self._kept, dim=1).values[:, -1:]
         dropped = torch.where(sizes > least, 0.0, sizes).flatten()[: values_N.numel()]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.codecs.base import memory_of
+from lightning_hivemind.engine.native.host import host_bytes
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 from lightning_hivemind.engine.native.state import questions
@@ -103,7 +104,7 @@ class Downloads:
                 if chosen is None:
                     return None
                 if (chosen.head, chosen.digest) == known:
-                    return chosen, torch.empty(0, dtype=torch.uint8)
+                    return chosen, host_bytes(0)
                 memory = self._gather(attempt, chosen, read, deadline, should_abort, enough)
                 if memory is not None:
                     return chosen, memory

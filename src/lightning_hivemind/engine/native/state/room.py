@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import threading
 
-import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.host import host_bytes
 from lightning_hivemind.engine.native.memory import Memory, populate
 
 #: times the parameters: what an optimizer keeps of each, and room
@@ -48,7 +48,7 @@ class StateMemory:
     def give_back(self, memory: Tensor) -> None:
         """A state that is not used any more, as :meth:`take` gave it."""
         if self._spares is not None:
-            prepared = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())  # also beyond this state
+            prepared = host_bytes(0).set_(memory.untyped_storage())  # also beyond this state
             self._spares.give(prepared, self._spare_bytes, SPARES)
 
     def take(self, size: int) -> Tensor:
