@@ -46,7 +46,7 @@ class Heard:
 class Member:
     """A peer with all that it needs to be found."""
 
-    def __init__(self, *join: Member, dialled: bool = True) -> None:
+    def __init__(self, *join: Member, dialled: bool = True, run: str = "run") -> None:
         addresses = tuple(address for one in join for address in one.network.visible_addresses())
         settings = NetworkSettings(run_id="run", host_maddrs=("/ip4/127.0.0.1/tcp/0",), initial_peers=addresses)
         self.network = PeerNetwork(settings, EventBus())
@@ -61,7 +61,7 @@ class Member:
             self._unheard.bind(("127.0.0.1", 0))
             port = int(self._unheard.getsockname()[1])
         self.introductions = Introductions(
-            self.network.dht, "run", self.links, fingerprint=certificate.fingerprint, port=port, timeout_s=5.0
+            self.network.dht, run, self.links, fingerprint=certificate.fingerprint, port=port, timeout_s=5.0
         )
         self.introductions.start()
 
@@ -149,6 +149,21 @@ def test_a_peer_that_libp2p_does_not_find_is_reached_by_the_addresses_in_its_rec
         one.introductions.introduce(other.peer_id)
     one.introductions.know(other.peer_id, other.network.visible_addresses())
     assert one.introductions.introduce(other.peer_id).endpoints
+
+
+@pytest.mark.parametrize("dials", [False, True], ids=["how to reach it", "to be dialled"])
+def test_who_has_an_address_and_does_not_know_the_run_learns_nothing(members: list[Member], dials: bool) -> None:
+    """libp2p tells everybody the names of handlers, so that one can ask."""
+    first = members[0]
+    members.append(outsider := Member(first, run="another"))
+    assert "run" not in first.introductions._handler.rsplit(".", 1)[1]
+    assert outsider.introductions._handler != first.introductions._handler
+    outsider.introductions._handler = first.introductions._handler
+    with pytest.raises(OSError, match="does not know the run"):
+        outsider.introductions.introduce(first.peer_id, dials)
+    assert outsider.peer_id not in {one.peer for one in first.links._expected.values()}
+    assert not first.links._inviting
+    assert members[1].introductions.introduce(first.peer_id).token
 
 
 def test_addresses_that_are_none_or_another_peers_do_no_harm(members: list[Member]) -> None:

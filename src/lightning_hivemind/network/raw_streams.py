@@ -49,6 +49,7 @@ class RawStreams:
         """Accept streams from now on. Raises OSError if the daemon does not answer."""
         self._path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.settimeout(None)  # whatever socket.setdefaulttimeout() was told
         try:
             listener.bind(str(self._path))
             listener.listen(128)

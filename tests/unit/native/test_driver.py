@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +236,44 @@ def test_a_step_takes_hardly_more_bytes_than_it_must(
     run.wait_for_commit(1)
     ideal = 2 * (3 - 1) * sum(codec.size_bytes(layout.size(chunk)) for chunk in range(layout.chunks))
     assert ideal <= sum(sent) <= 1.03 * ideal
+
+
+def test_who_floods_does_not_stop_the_clock(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits in time are looked at by ticks, which were made where there was nothing else to do."""
+    run = Run(["a", "b"], Layout(1000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    driver, over, ticks = run.drivers["a"], threading.Event(), list[float]()
+    tick = driver._peer.tick
+    monkeypatch.setattr(driver._peer, "tick", lambda now: (ticks.append(now), tick(now)))
+
+    def flood() -> None:
+        while not over.is_set():
+            driver._events.put_from("b", 1, lambda now: time.sleep(0.001))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        wait_for(lambda: len(driver._events._events) > 1000, "many events wait")
+        ticks.clear()
+        wait_for(lambda: len(ticks) > 1, "ticks")
+    finally:
+        over.set()
+    run.contribute({"a": 40, "b": 40})
+    run.wait_for_commit(1)
+    thread.join()
+
+
+def test_a_peer_leaves_in_time_though_it_owes_something_and_is_busy(runs: list[Run]) -> None:
+    run = Run(["a"], Layout(1000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    driver, over = run.drivers["a"], threading.Event()
+    driver._chunks = SimpleNamespace(owes=True)  # type: ignore[assignment]
+    driver._events.put(lambda now: over.wait())  # type: ignore[arg-type]
+    began = time.monotonic()
+    driver.stop(1.0)
+    took = time.monotonic() - began
+    over.set()
+    assert 1.0 <= took < 1.4
 
 
 def test_a_peer_without_samples_gets_the_average_and_changes_nothing(runs: list[Run]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
-from lightning_hivemind.engine.native.inbox import EVENT_BYTES, Inbox
+from lightning_hivemind.engine.native.inbox import EVENT_BYTES, LATE_S, Inbox
 from swarm.town import wait_for
 
 LIMIT = 3 * EVENT_BYTES
@@ -19,7 +20,7 @@ def note(said: list[object], what: object) -> Callable[[float], None]:
 
 def see_to(inbox: Inbox, count: int) -> None:
     for _ in range(count):
-        event = inbox.take(10.0)
+        event = inbox.take(time.monotonic() + 10.0)
         assert event is not None
         event(0.0)
 
@@ -31,7 +32,22 @@ def test_events_come_in_order_and_an_empty_one_says_so() -> None:
         inbox.put_from("a", 10, note(said, f"a{number}"))
     see_to(inbox, 6)
     assert said == [0, "a0", 1, "a1", 2, "a2"]
-    assert inbox.take(0.01) is None
+    assert inbox.take(time.monotonic() + 0.01) is None
+
+
+def test_what_comes_later_does_not_hold_up_what_is_due() -> None:
+    """Else whoever floods would stop the clock of all limits."""
+    inbox, said = Inbox(LIMIT), list[object]()
+    inbox.put_from("a", 10, note(said, "early"))
+    due = time.monotonic()
+    time.sleep(LATE_S + 0.001)
+    inbox.put_from("a", 10, note(said, "late"))
+    early = inbox.take(due)
+    assert early is not None
+    early(0.0)
+    assert inbox.take(due) is None
+    see_to(inbox, 1)
+    assert said == ["early", "late"]
 
 
 @pytest.mark.parametrize("size", [1, EVENT_BYTES])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.p2p import PeerID
 
 from lightning_hivemind.engine.native.introductions import Introductions
 from swarm.town import wait_for
@@ -32,7 +33,8 @@ def test_who_asks_while_this_peer_leaves_hears_so_and_no_question_is_left_over()
         asked.set()
         await asyncio.sleep(3600)
 
-    asks._p2p = SimpleNamespace(call_protobuf_handler=never)  # type: ignore[assignment]
+    mine = PeerID.from_base58(PEER)
+    asks._p2p = SimpleNamespace(call_protobuf_handler=never, peer_id=mine)  # type: ignore[assignment]
     heard: list[str] = []
 
     def ask() -> None:

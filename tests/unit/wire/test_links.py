@@ -781,6 +781,22 @@ def test_a_peer_that_connects_again_and_again_has_so_many_connections_and_no_mor
     town.close()
 
 
+def test_a_client_that_asks_again_and_again_to_be_dialled_has_no_more_connections_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(links_module, "MOST_OF_ONE", 3)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = Introduction(endpoints=(server.getsockname(),), fingerprint=b"", token=b"t" * 32)
+        links = Links(Ledger(), certificate=None, introduce=lambda peer, dials: client, detect_s=WAIT_S)
+        for _ in range(5):
+            links.invite("client")
+            stack.enter_context(server.accept()[0])
+            wait_for(lambda: "client" not in links._inviting, "it is dialled")
+        wait_for(lambda: [one.peer for one in links._inlets] == ["client"] * 3, "three connections")
+        links.close()
+
+
 @pytest.mark.parametrize("how", ["sends", "hears"])
 def test_where_there_are_no_threads_a_peer_is_lost_and_found_again(
     town: City, monkeypatch: pytest.MonkeyPatch, how: str

@@ -18,6 +18,7 @@ from lightning_hivemind.engine.native.carrying.ends import KINDS, Ends
 from lightning_hivemind.engine.native.chunks import Chunks, digest_from_checksum
 from lightning_hivemind.engine.native.codecs import ChunkCodec
 from lightning_hivemind.engine.native.exchange import UnusableInput
+from lightning_hivemind.engine.native.greetings import Greetings
 from lightning_hivemind.engine.native.inbox import WAITING_BYTES, Inbox
 from lightning_hivemind.engine.native.layout import Layout
 from lightning_hivemind.engine.native.memory import Memory
@@ -76,13 +77,12 @@ class Driver:
         self._given: bytes | None = None
         #: of the round that this peer is in
         self._members: frozenset[PeerId] = frozenset()
-        self._greeted: set[PeerId] = set()
+        self._greetings = Greetings()
         #: a round that has called, and until when this peer may finish its batch first
         self._called: tuple[bytes, float] | None = None
         self._links: Links | None = None
         self._carrying: Ends | None = None
-        #: whether all of the line is there for the round that this peer has joined
-        self._whole_line = False
+        self._whole_line = False  # whether all of it is there for the round that this peer has joined
         self._donor: Donor | None = None
         self._downloads: Downloads | None = None
         self.status = Status()
@@ -102,16 +102,16 @@ class Driver:
 
     def stop(self, timeout_s: float) -> None:
         """End the thread and its connections; who is late with the results of the last steps gets them first."""
-        until = time.monotonic() + timeout_s / 2
-        while self._chunks is not None and self._chunks.owes and time.monotonic() < until:
+        deadline = time.monotonic() + timeout_s
+        while self._chunks is not None and self._chunks.owes and time.monotonic() < deadline - timeout_s / 2:
             time.sleep(LINGER_S)
         self._stopping = True
         self._wakefulness.stop()
         self._events.put(lambda now: None)
-        self._thread.join(timeout_s)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         self._events.close()
         if self._links is not None:
-            self._links.close()
+            self._links.close(max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ what the training side says
 
@@ -143,8 +143,7 @@ class Driver:
 
         (One that cannot be dialled is waited for: it greets this peer.)
         """
-        if place.reduces and peer not in self._greeted and self._links is not None:
-            self._greeted.add(peer)
+        if place.reduces and self._links is not None and self._greetings.due(peer, time.monotonic()):
             self._links.send(peer, Header(kind=Kind.PING))
         self._events.put(lambda now: self._peer.saw(peer, place, now))
 
@@ -221,9 +220,12 @@ class Driver:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        ticked = time.monotonic()
         while not self._stopping:
             until = self._peer.deadline if self._called is None else min(self._peer.deadline, self._called[1])
-            event = self._events.take(min(max(0.0, until - time.monotonic()), 1.0)) or self._peer.tick
+            event = self._events.take(max(ticked, min(until, time.monotonic() + 1.0)))
+            if event is None:
+                event, ticked = self._peer.tick, time.monotonic()
             try:
                 self._see_to(event)
             except Exception as error:

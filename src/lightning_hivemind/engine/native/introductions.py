@@ -1,12 +1,15 @@
 """How peers get to know one another's addresses: over libp2p, which has authenticated both and crosses NAT.
 
-Every peer answers one question: how can you be reached, and with what token may I come? Nobody in between can change
-the answer, so the connections that follow need no authority. Where none can be made, libp2p carries one.
+Every peer answers one question of those who know the run: how can you be reached, and with what token may I come?
+Nobody in between can change the answer, so the connections that follow need no authority. Where none can be made,
+libp2p carries one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import socket
 import threading
@@ -33,8 +36,9 @@ log = logging.getLogger("lightning_hivemind")
 T = TypeVar("T")
 
 MOST_ENDPOINTS = 16
-#: instead of the empty question how a peer can be reached: it shall dial whoever asks
-DIAL = b"dial"
+PROOF_BYTES = 32
+#: what follows the proof in a question: how can you be reached? or, shall you dial whoever asks?
+REACH, DIAL = b"", b"dial"
 #: bound of the answer: a fingerprint, a token, some addresses
 MAX_ANSWER_BYTES = 4096
 #: peers whose addresses are kept
@@ -65,7 +69,9 @@ class Introductions:
         timeout_s: float,
     ) -> None:
         self._dht, self._links, self._fingerprint, self._port = dht, links, fingerprint, port
-        self._handler, self._timeout_s = f"lightning_hivemind.introduce.{run}", timeout_s
+        self._run_key, self._timeout_s = hashlib.sha256(run.encode()).digest(), timeout_s
+        # libp2p tells anybody who asks which handlers there are
+        self._handler = f"lightning_hivemind.introduce.{_keyed(self._run_key, b'handler')[:16].hex()}"
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="introductions", daemon=True)
         self._p2p: P2P | None = None
@@ -108,7 +114,7 @@ class Introductions:
             WireError: its answer cannot be understood.
         """
         try:
-            return self._call(self._ask(peer, DIAL if dials else b""), self._timeout_s)
+            return self._call(self._ask(peer, DIAL if dials else REACH), self._timeout_s)
         except (P2PDaemonError, P2PHandlerError) as error:
             raise ConnectionError(in_one_line(str(error))) from error
 
@@ -160,18 +166,25 @@ class Introductions:
 
     async def _call_peer(self, peer: str, question: bytes) -> Any:
         assert self._p2p is not None
-        request = BytesValue(value=question)
+        request = BytesValue(value=self._proof(self._p2p.peer_id.to_base58(), peer) + question)
         return await self._p2p.call_protobuf_handler(PeerID.from_base58(peer), self._handler, request, BytesValue)
 
     async def _answer(self, request: BytesValue, context: Any) -> BytesValue:
-        endpoints: list[list[Any]] = []
-        if self._port is not None and request.value != DIAL:
-            assert self._p2p is not None
+        assert self._p2p is not None
+        asker, endpoints = context.remote_id.to_base58(), list[list[Any]]()
+        proof, question = request.value[:PROOF_BYTES], request.value[PROOF_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(asker, self._p2p.peer_id.to_base58())):
+            raise PermissionError("whoever asks this does not know the run")  # it gets no more than this
+        if self._port is not None and question != DIAL:
             endpoints = [[host, self._port] for host in hosts_of(await self._p2p.get_visible_maddrs(latest=True))]
         else:
-            self._links.invite(context.remote_id.to_base58())
-        token = self._links.expect(context.remote_id.to_base58())
+            self._links.invite(asker)
+        token = self._links.expect(asker)
         return BytesValue(value=msgpack.packb([endpoints[:MOST_ENDPOINTS], self._fingerprint, token]))
+
+    def _proof(self, asker: str, asked: str) -> bytes:
+        """That ``asker`` knows the run; of use to nobody else, for libp2p has authenticated it."""
+        return _keyed(self._run_key, f"{asker} asks {asked}".encode())
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         with self._closing:
@@ -186,6 +199,10 @@ class Introductions:
         except (FutureTimeoutError, TimeoutError, asyncio.TimeoutError):
             future.cancel()
             raise TimeoutError(f"no answer over libp2p in {timeout_s:.1f} s") from None
+
+
+def _keyed(key: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, data, "sha256")
 
 
 def hosts_of(addresses: Iterable[object]) -> list[str]:

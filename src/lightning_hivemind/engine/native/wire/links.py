@@ -101,6 +101,7 @@ class Links:
         """Accept connections from now on; returns the port. Raises OSError where nobody can listen."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = listener = not_inherited(socket.create_server((host, port), family=family, backlog=128))
+        listener.settimeout(None)  # whatever socket.setdefaulttimeout() was told
         threading.Thread(target=self._accept, args=(listener,), name="accepts", daemon=True).start()
         return int(listener.getsockname()[1])
 
@@ -129,8 +130,7 @@ class Links:
             threading.Thread(target=self._invite, args=(peer,), name=f"from {peer[-6:]}", daemon=True).start()
         except RuntimeError as error:
             log.warning("no connection for %s to send on: %s", peer, why(error))
-            with self._lock:
-                self._inviting.discard(peer)
+            self._inviting.discard(peer)
 
     def _invite(self, peer: PeerId) -> None:
         try:
@@ -140,12 +140,12 @@ class Links:
             log.debug("no connection for %s to send on: %s", peer, why(error))
             return
         finally:
-            with self._lock:
-                self._inviting.discard(peer)
+            self._inviting.discard(peer)
         inlet = _Inlet(sock, peer)
         with self._lock:
             if self._closed:
                 close(sock)
+            self._make_room(peer, MOST_OF_ONE)
             self._inlets.add(inlet)
         self._read(inlet)
 
