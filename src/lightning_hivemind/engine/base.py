@@ -93,6 +93,9 @@ class Engine(Protocol):
     def discard(self) -> int:
         """Forget this epoch's accumulated gradients (they are not finite); returns the samples that were lost."""
 
+    def rescale(self, factor: float) -> None:
+        """The loss scale has changed by this: so must what is summed in reused buffers."""
+
     def batch_weight(self, batch_samples: int) -> float:
         """What to multiply a batch's mean loss by before the backward pass: not 1.0 only in reused buffers."""
 

@@ -2,8 +2,8 @@
 
 Each peer has its own scale. Gradients are unscaled before they are accumulated, so that peers with unlike scales (or
 none) average the same thing, and an overflow costs its own micro-batch only. In reused buffers (``reuse_grad_buffers``)
-that is impossible: there the scale stands still while gradients accumulate, they are unscaled when they are handed to
-the round, and an overflow costs what was accumulated.
+that is impossible: they are unscaled when they are handed to the round, the scale grows after a step only, with what
+lies in them, and an overflow costs what was accumulated.
 """
 
 from __future__ import annotations
@@ -40,17 +40,21 @@ class LossScale:
             return finite
         finite = gradients_are_finite(self._parameters)
         if not finite:
-            self._update_scale()
+            self._update_scale(self._optimizer)
         return finite
 
-    def after_commit(self) -> None:
-        """The buffers are empty again: now the scale may grow."""
-        if self._reuses:
-            self._update_scale()
+    def after_commit(self) -> float:
+        """After a step the scale may grow. Returns what gradients in reused buffers are to be multiplied by."""
+        if self._scaler is None or not self.active or not self._reuses or not self._has_gradients():
+            return 1.0
+        before, fine = float(self._scaler.get_scale()), torch.zeros_like(self._parameters[0].reshape(-1)[:1])
+        fine.grad = torch.zeros_like(fine)  # the buffers themselves were looked at after each batch
+        self._update_scale(torch.optim.SGD([fine], lr=0.0))
+        return float(self._scaler.get_scale()) / before
 
-    def _update_scale(self) -> None:
+    def _update_scale(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scaler is not None and self.active and self._has_gradients():
-            self._scaler.unscale_(self._optimizer)  # only to let the scaler see infinities
+            self._scaler.unscale_(optimizer)  # only to let the scaler see infinities
             self._scaler.update()
 
     def _has_gradients(self) -> bool:

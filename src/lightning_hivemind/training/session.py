@@ -161,9 +161,8 @@ class TrainingSession:
         return outcome
 
     def _settle(self, outcome: StepOutcome) -> bool:
-        # (with samples in them reused buffers are a sum that is still scaled)
-        if outcome.committed and self._scale is not None and not self.engine.local_samples:
-            self._scale.after_commit()
+        if outcome.committed and self._scale is not None and (factor := self._scale.after_commit()) != 1.0:
+            self.engine.rescale(factor)
         return outcome.committed
 
     def flush(self) -> None:

@@ -204,6 +204,20 @@ def test_what_was_left_out_is_added_to_what_is_given_next(gradients: Gradients) 
     assert given(gradients)[1].tolist() == [4.0] * 10
 
 
+def test_a_sum_in_place_follows_the_loss_scale() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=True)
+    assert gradients.weight(4) == 1.0
+    weight.grad = torch.full((2,), 8.0)
+    gradients.add(4, 0, 8.0)
+    gradients.rescale(2.0)
+    weight.grad += 16.0
+    gradients.add(4, 0, 16.0)
+    given = gradients.give()
+    assert given is not None
+    assert given[1].tolist() == [1.0, 1.0, 1.0], "the mean of two ones, and that there is one"
+
+
 def test_who_loses_track_of_its_contributions_forgets_what_was_left_out(gradients: Gradients) -> None:
     gradients.committed([], 1, left_out(3.0))
     gradients.moved(7)

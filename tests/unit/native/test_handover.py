@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,19 +265,21 @@ def test_more_steps_than_there_is_memory_for_wait_on_disk(few: Desk) -> None:
         head = commit.head
 
 
-def no_space(*_: int) -> None:
+def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("full", ["", "nearly", "since it was asked"])
+@pytest.mark.parametrize("full", ["", "nearly", "since it was asked", "of files", "gone"])
 def test_more_than_there_is_room_for_are_a_debt(
-    few: Desk, full: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    few: Desk, full: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     room = 5 if full else 8
     if full == "nearly":
         monkeypatch.setattr("lightning_hivemind.engine.native.spill.LEFT_BYTES", 1 << 60)
+    elif full == "gone":
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     elif full:
-        monkeypatch.setattr(os, "posix_fallocate", no_space)
+        monkeypatch.setattr(*((os, "posix_fallocate") if "since" in full else (tempfile, "TemporaryFile")), no_space)
     commits = [few.commit() for _ in range(room)]
     assert not few.handover.owes
     commits.append(few.commit())
@@ -284,6 +289,32 @@ def test_more_than_there_is_room_for_are_a_debt(
     made = few.handover.next_step(commits[0].head)
     assert made is not None
     assert made.commit == commits[1]
+
+
+def test_who_looks_what_comes_while_another_thread_changes_it_does_not_fail(desk: Desk) -> None:
+    """The training thread looks without the lock."""
+    over, interval = threading.Event(), sys.getswitchinterval()
+    for _ in range(3):
+        desk.commit()
+
+    def rounds() -> None:
+        while not over.is_set():
+            desk.commit()
+            with desk.handover.changed:
+                desk.handover._steps.popleft()
+
+    thread = threading.Thread(target=rounds)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            assert desk.handover.waits_since is None
+            desk.handover.ready(ROOT)
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        thread.join()
 
 
 def test_who_follows_others_owes_their_state_and_forgets_the_steps_of_before(desk: Desk) -> None:

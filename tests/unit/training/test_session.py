@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -62,6 +63,7 @@ class CountingEngine:
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.stop_wanted = False
+        self.rescale: Callable[[float], None] = lambda factor: None
 
     def request_stop(self, reason: str) -> None:
         self.stop_wanted = True
@@ -99,16 +101,16 @@ def test_a_step_that_is_made_just_before_a_batch_is_logged_with_that_batch() -> 
     assert loop._batches_that_stepped + 1 == trainer.global_step == 5
 
 
-@pytest.mark.parametrize("held", [0, 8])
-def test_a_sum_in_place_that_goes_on_after_a_commit_is_not_unscaled(held: int) -> None:
-    """With offload the average does not go through ``p.grad``: what this peer has summed there is in no commit yet."""
+def test_a_sum_in_place_that_goes_on_after_a_commit_follows_the_loss_scale() -> None:
+    """With offload, or overlap, what this peer has summed in ``p.grad`` is in no commit yet: it may never be empty."""
     session, *_ = make_session(reuse_grad_buffers=True, offload_optimizer=True)
-    engine = CountingEngine(epoch=4)
-    engine.local_samples = held
-    session.engine, calls = cast(Engine, engine), []
-    session._scale = cast(LossScale, SimpleNamespace(after_commit=lambda: calls.append(1), buffer_scale=1.0))
-    session.begin_batch()
-    assert len(calls) == (0 if held else 1)
+    engine, calls = CountingEngine(epoch=4), list[float]()
+    engine.local_samples, engine.rescale = 8, calls.append
+    session.engine = cast(Engine, engine)
+    for factor in (1.0, 2.0):
+        session._scale = cast(LossScale, SimpleNamespace(after_commit=lambda: factor, buffer_scale=1.0))  # noqa: B023
+        session.begin_batch()
+    assert calls == [2.0]
 
 
 @pytest.mark.parametrize("stepped", [False, True])

@@ -195,6 +195,9 @@ class NativeEngine:
         self._running().driver.contributed()
         return lost
 
+    def rescale(self, factor: float) -> None:
+        self._gradients.rescale(factor)
+
     def batch_weight(self, batch_samples: int) -> float:
         return self._gradients.weight(batch_samples)
 

@@ -107,6 +107,11 @@ class Gradients:
         with self._lock:
             return self._sum.weight(samples)
 
+    def rescale(self, factor: float) -> None:
+        """See :meth:`~lightning_hivemind.engine.base.Engine.rescale`; between two batches."""
+        with self._lock:
+            self._sum.rescale(factor)
+
     def begin_batch(self) -> None:
         """``param.grad`` belongs to a batch until :meth:`add`."""
         with self._lock:
@@ -318,8 +323,8 @@ class Gradients:
 
     def _collect(self) -> tuple[Made, Tensor] | None:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
-        if self._awaits_step:
-            return None
+        if self._local and self._statistics.epoch != self._head_epoch:
+            return None  # the step to there is still to be made here: it may have these changes already
         own, self._number = self._take_all(), self._number + 1
         self._back = own
         carried = self._carried.take()
@@ -363,8 +368,6 @@ class Gradients:
     def _take_all(self) -> Mean | None:
         """What came back from a round, with what was summed since, of which another sum begins."""
         total = self._sum
-        if self._awaits_step:
-            return self._back
         if self._local and self._back is not None and not total.samples:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
         if not total.samples or total.busy:
@@ -376,11 +379,6 @@ class Gradients:
             values[total.elements : self.whole - self.marks] = changes
         mean = Mean(values, samples, epoch)
         return mean if self._back is None else self._back.followed_by(mean, total.elements, self.marks, room)
-
-    @property
-    def _awaits_step(self) -> bool:
-        """Whether the step to where the swarm is is still to be made here: it may have these changes already."""
-        return self._local and self._statistics.epoch != self._head_epoch
 
     def _merged(self, older: Mean, newer: Mean) -> Mean:
         room = None if self._local else self._memory.floats(self.whole)

@@ -281,7 +281,7 @@ class Handover:
     @property
     def comes(self) -> bool:
         """Whether the average of a step that is decided is still coming."""
-        return any(step.average is None for step in self._steps)
+        return any(step.average is None for step in tuple(self._steps))  # which the other thread may change meanwhile
 
     def expects(self, head: Head) -> bool:
         """Whether the average that leads on from ``head`` is still coming."""
@@ -309,7 +309,7 @@ class Handover:
 
     def ready(self, head: Head) -> bool:
         """Whether there is something to do without waiting: a step that leads on from ``head``, or a debt."""
-        return self.owes or any(step.commit.parent == head and step.average is not None for step in self._steps)
+        return self.owes or any(one.commit.parent == head and one.average is not None for one in tuple(self._steps))
 
     def leads_on(self, head: Head) -> bool:
         """Whether a state of ``head`` is the swarm's, as far as is known here, or the steps from it on are here."""

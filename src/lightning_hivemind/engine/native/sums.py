@@ -39,6 +39,9 @@ class BufferSum:
         """What to multiply the loss of a batch by, before its backward pass."""
         return 1.0
 
+    def rescale(self, factor: float) -> None:
+        pass
+
     def begin_batch(self) -> None:
         pass
 
@@ -101,6 +104,13 @@ class InPlaceSum:
             self.first = max(1, samples)
         return samples / self.first
 
+    def rescale(self, factor: float) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        self._transfer.written()
+        self._scale *= factor
+
     def begin_batch(self) -> None:
         self.busy = True
 
@@ -157,6 +167,9 @@ class LocalUpdates:
 
     def weight(self, samples: int) -> float:
         return 1.0
+
+    def rescale(self, factor: float) -> None:
+        pass
 
     def begin_batch(self) -> None:
         pass

@@ -174,6 +174,9 @@ class StockEngine:
     def discard(self) -> int:
         return self._require_session().discard()
 
+    def rescale(self, factor: float) -> None:
+        self._require_session().rescale(factor)
+
     def _commit(self) -> StepOutcome:
         session = self._require_session()
         epoch, samples, start = self.epoch, self.local_samples, time.monotonic()

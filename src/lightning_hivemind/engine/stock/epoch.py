@@ -84,6 +84,13 @@ class EpochRounds:
         tracker.report_local_progress(self._epoch, 0)
         return samples
 
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        grads = self._grads
+        for accumulated in grads._grad_accumulators():
+            accumulated.mul_(factor)
+        grads.loss_scale *= factor
+
     def local_update(self, batch_samples: int) -> None:
         """``use_local_updates``: step at once on this batch's own gradient; peers average parameters later."""
         tracker = self._parts.tracker
