@@ -224,7 +224,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def on_validation_start(self) -> None:
         """Validate the parameters of the last global step, also when they are still under way."""
         if self._session is not None and self._session.started:
-            self._session.flush()
+            self._session.before_validation()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer that really steps, as a plain Trainer would save it."""

@@ -48,6 +48,8 @@ class PeerTraining:
             how many values there are besides.
         should_abort: asked while waiting; true means that this process is being stopped.
         last_step: the global step after which this peer's training ends; -1 if that is not known.
+        is_training: whether the module's tensors are what is trained. Not while it is validated: callbacks may have put
+            others there (EMA). Asked from any thread.
     """
 
     optimizer: torch.optim.Optimizer
@@ -60,6 +62,7 @@ class PeerTraining:
     schema: Sequence[str]
     should_abort: Callable[[], bool]
     last_step: Callable[[], int] = lambda: -1
+    is_training: Callable[[], bool] = lambda: True
 
     @property
     def state_tensors(self) -> list[torch.Tensor]:
@@ -130,6 +133,9 @@ class Engine(Protocol):
 
     def flush(self) -> None:
         """Wait for delayed work and apply it: afterwards the parameters are those of ``epoch``."""
+
+    def before_validation(self) -> None:
+        """As :meth:`flush`. From now on other values may be put into the module's tensors, until training goes on."""
 
     def shutdown(self, timeout_s: float) -> None:
         """Leave the swarm and stop everything; safe to call twice. Takes at most ``timeout_s``."""

@@ -71,6 +71,7 @@ class TrainingSession:
             schema=self._schema(parameters),
             should_abort=self._should_abort,
             last_step=lambda: int(self._trainer.max_steps),
+            is_training=lambda: bool(self._trainer.training),
         )
         self.engine = make_engine(self._a, network, training, self._events)
         self.engine.start()
@@ -167,6 +168,9 @@ class TrainingSession:
 
     def flush(self) -> None:
         self.engine.flush()
+
+    def before_validation(self) -> None:
+        self.engine.before_validation()
 
     def optimizer_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.engine.optimizer.state_dict()

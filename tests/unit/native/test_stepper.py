@@ -18,6 +18,7 @@ from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
+from lightning_hivemind.engine.native.state.snapshot import Snapshot, State
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.optimizers import rebuilder
@@ -42,6 +43,8 @@ class Trainee:
     epochs: list[int] = field(default_factory=list)
     hooked: list[list[float]] = field(default_factory=list)
     in_place: bool = False
+    #: answers to whether it is training, the last one for ever
+    training: list[bool] = field(default_factory=lambda: [True])
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -55,6 +58,7 @@ class Trainee:
             advance_schedulers=self.epochs.append,
             before_optimizer_step=self._hook,
             buffers=self.buffers,
+            is_training=lambda: self.training.pop(0) if len(self.training) > 1 else self.training[0],
         )
         self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed", in_place=self.in_place)
 
@@ -356,6 +360,50 @@ def test_a_copy_is_made_anew_only_after_a_step(trainee: Trainee) -> None:
     second = trainee.stepper.snapshot(first)
     assert second is not None
     assert second.head == head(1)
+
+
+@pytest.mark.parametrize("training", [[False], [True, False]], ids=["before", "meanwhile"])
+def test_no_state_is_given_while_something_else_may_lie_in_the_model(trainee: Trainee, training: list[bool]) -> None:
+    """A callback may have put averaged weights there to validate them (EMA); what lies in host memory is as ever."""
+    trainee.training = training
+    assert (trainee.stepper.snapshot(None) is None) is (trainee.way == "in place")
+    trainee.training = [True]
+    assert trainee.stepper.snapshot(None) is not None
+
+
+def test_no_state_is_given_if_it_was_validated_while_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee = Trainee()
+    described = State.described
+
+    def slowly(state: State) -> Snapshot:
+        trainee.stepper.leave()
+        return described(state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "described", slowly)
+        assert trainee.stepper.snapshot(None) is None
+    assert trainee.stepper.snapshot(None) is not None
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_state_that_is_given_stays_as_it_is_while_something_else_lies_in_the_model(
+    trainee: Trainee, wanted: bool
+) -> None:
+    given = trainee.stepper.snapshot(None)
+    assert given is not None
+    given.content.wanted = wanted
+    before = bytes(given.content.read(slice(0, given.content.size)) or b"")
+    trainee.stepper.leave()
+    kept = trainee.weight.detach().clone()
+    with torch.no_grad():
+        trainee.weight.fill_(100.0)
+    after = given.content.read(slice(0, given.content.size))
+    assert bytes(after or b"") == (b"" if trainee.way == "in place" and not wanted else before)
+    with torch.no_grad():
+        trainee.weight.copy_(kept)
+    again = trainee.stepper.snapshot(given)
+    assert again is not None
+    assert again.key == given.key
 
 
 @pytest.mark.parametrize("wanted", [True, False])

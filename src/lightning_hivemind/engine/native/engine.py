@@ -146,6 +146,10 @@ class NativeEngine:
     def flush(self) -> None:
         self._stepper.settle(wait=True)
 
+    def before_validation(self) -> None:
+        self.flush()
+        self._stepper.leave()
+
     def shutdown(self, timeout_s: float) -> None:
         start = time.monotonic()
         if self._records is None:

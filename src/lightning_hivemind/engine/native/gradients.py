@@ -21,7 +21,7 @@ from lightning_hivemind.engine.native.means import Carried, Made, Mean, mean_of
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES, Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
-from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.statistics import NotTraining, Statistics
 from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
 
 
@@ -325,9 +325,11 @@ class Gradients:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
         if self._local and self._statistics.epoch != self._head_epoch:
             return None  # the step to there is still to be made here: it may have these changes already
-        own, self._number = self._take_all(), self._number + 1
-        self._back = own
-        carried = self._carried.take()
+        try:
+            own, self._number = self._take_all(), self._number + 1
+        except NotTraining:
+            return None
+        self._back, carried = own, self._carried.take()
         parts = [*([own] if own is not None else []), *carried]
         if not parts:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 
 import torch
@@ -29,6 +29,10 @@ def has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or (tensor.dtype in COUNTERS and not tensor.dim())
 
 
+class NotTraining(Exception):
+    """The model is being validated, perhaps with other values than those that are trained."""
+
+
 class Statistics:
     """``tensors`` of floating point, of any shape and device, and counters; others stay each peer's ``own``.
 
@@ -38,14 +42,23 @@ class Statistics:
             this peer has seen and not given waits beside them.
         moments: of the optimizer, behind the others. They are always replaced: with what is carried added, a second
             moment could get below zero.
+        is_training: see :class:`~lightning_hivemind.engine.base.PeerTraining`; asked before and after the tensors are
+            read by who is not the training thread.
 
     Attributes:
         base: copies in host memory of what all peers have in common.
         epoch: the global step that the tensors have been given; ``base`` may be one ahead, until :meth:`publish`.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False, moments: Sequence[Tensor] = ()) -> None:
-        self.carries, self.moments = carries, len(moments)
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        carries: bool = False,
+        moments: Sequence[Tensor] = (),
+        is_training: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.carries, self.moments, self._is_training = carries, len(moments), is_training
         averaged = [has_mean(one) for one in tensors]
         self.tensors = [*compress(tensors, averaged), *moments]
         self.own = [one for one, is_averaged in zip(tensors, averaged, strict=True) if not is_averaged]
@@ -76,14 +89,16 @@ class Statistics:
     def taking(self, epoch: int) -> Iterator[Tensor]:
         """float32 CPU (elements,), for a contribution: what has changed here and is in no other one, from now on.
 
-        If this raises, it is in none. With ``carries`` nothing is taken: see :meth:`changes`.
+        If this raises, it is in none. With ``carries`` nothing is taken: see :meth:`changes`. While something else may
+        lie in the tensors, it waits.
         """
         with torch.no_grad():
             if self.carries:
                 yield self.changes(epoch)
                 return
             with self._lock:
-                now = self._now()
+                now = self._now() if self._is_training() else self._since
+                now = now if self._is_training() else self._since
                 yield self._not_given(now)
                 self._begin(now)
 
@@ -92,19 +107,23 @@ class Statistics:
         """What has changed here and is in no contribution will be in none, as the samples with which it came."""
         if not self.carries:
             with self._lock:
-                self._begin(self._now())
+                now = self._now() if self._is_training() else []
+                self._begin(now if self._is_training() else [])
 
     @torch.no_grad()
     def changes(self, epoch: int) -> Tensor:
         """``carries``: float32 CPU (elements,), what has changed since the step to ``epoch``.
 
         What is or has become infinite or NaN has not. Zeros while that step is still to be made here, or published: it
-        may have these changes already.
+        may have these changes already. Raises NotTraining while something else may lie in the tensors.
         """
         with self._lock:
             if self.epoch != epoch or not self.tensors:
                 return host_zeros(self.elements)
-            return self._ahead_of_base()
+            ahead = self._ahead_of_base() if self._is_training() else None
+            if ahead is None or not self._is_training():
+                raise NotTraining
+            return ahead
 
     @torch.no_grad()
     def step(self, changes: Tensor, epoch: int, counted: Tensor | None = None) -> None:
@@ -149,7 +168,7 @@ class Statistics:
         return _differences((tensor.detach().to("cpu") for tensor in self.tensors), self.base)
 
     def _not_given(self, now: list[Tensor]) -> Tensor:
-        found = _differences(now, self._since)
+        found = _differences(now, self._since) if self._since else host_zeros(self.elements)  # (forgotten meanwhile)
         return found if self._waiting is None else found.add_(self._waiting)
 
 

@@ -70,7 +70,16 @@ class Stepper:
         self._trained = [p.requires_grad for p in self._model]
         averaged = [p for p in self._model if p.requires_grad and local]
         self._moments = Moments(self.optimizer, moments if local else ())
-        self.statistics = Statistics([*averaged, *training.state_tensors], carries=local, moments=self._moments.tensors)
+        self.statistics = Statistics(
+            [*averaged, *training.state_tensors],
+            carries=local,
+            moments=self._moments.tensors,
+            is_training=training.is_training,
+        )
+        #: what is given lies in the module: with another optimizer it does not, but for what is this peer's own
+        self._gives_module = training.rebuild_optimizer is None or bool(self.statistics.own)
+        #: how often others may have put something else into the module
+        self._left = 0
         #: what is part of a state besides, and travels with it
         self.low_rank: LowRank | None = None
         self.lock = threading.Lock()
@@ -198,7 +207,8 @@ class Stepper:
     def snapshot(self, known: Snapshot | None, memory: Tensor | None = None) -> Snapshot | None:
         """For a peer that joins; from any thread. ``known`` is one that may still be right."""
         with self.lock:
-            if self._stepping:
+            left = self._left
+            if self._stepping or not self._is_here(left):
                 return None
             if known is not None and self._is_right(known):
                 known.content.wanted = True
@@ -208,7 +218,18 @@ class Stepper:
             self._given, states = weakref.ref(state.content), self._states
         found = state.described()  # takes a while, and needs no lock
         self._copied = found.key, states
-        return found
+        return found if self._is_here(left) else None
+
+    def leave(self) -> None:
+        """Other values may be put into the module now, as in a step: what somebody fetches is copied."""
+        with self.lock:
+            self._left += 1
+            if self._gives_module:
+                self._change_given()
+
+    def _is_here(self, left: int) -> bool:
+        """Whether what is in the module has been, since then, what is trained."""
+        return not self._gives_module or (self._left == left and self._training.is_training())
 
     def bytes_to_send(self, known: Snapshot | None) -> int:
         """Of :meth:`snapshot`, as long as no step is made; 0 if that is ``known``."""
