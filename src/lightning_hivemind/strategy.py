@@ -6,6 +6,7 @@ The strategy translates between a Trainer and an engine. What words like *step* 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from lightning_hivemind.network.daemon import PeerNetwork
 else:
     _Base = object
+
+log = logging.getLogger("lightning_hivemind")
 
 #: with the default ``shutdown_timeout`` it fits into the ten seconds that leaving may take
 NETWORK_STOP_S = 4.0
@@ -358,8 +361,11 @@ class HivemindStrategy(_Base, metaclass=Twinned):
             text = invitation(
                 network.visible_addresses(), argv=sys.orig_argv, executable=sys.executable, environ=os.environ
             )
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            try:
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
+            except (AttributeError, OSError, ValueError) as error:  # there is none, or it is full, or closed
+                log.warning("the line with which others join could not be printed (%s): %s", error, text)
 
     def _running(self) -> TrainingSession:
         if self._session is None:

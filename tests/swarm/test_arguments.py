@@ -54,7 +54,7 @@ def test_an_auxiliary_peer_helps_and_contributes_nothing(swarm: Swarm) -> None:
         assert not trainers[1].said("StateUnavailable")
     else:
         (unavailable,) = trainers[1].said("StateUnavailable")
-        assert unavailable["reason"] == "no peer shares its state"
+        assert unavailable["reason"].startswith("no peer shares its state")
         assert "own parameters" in unavailable["action"]
     assert together(trainers)
     # a helper counts as no contributor: that it saw both means that it was in a group of three

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 #: whether they were asked for
 MANY = "SEEDS" in os.environ
 #: of a state machine, which draws its own runs: one for so many seeds
 SEEDS_PER_EXAMPLE = 10
+
+
+#: of a state machine, which makes all its runs in one test
+takes_long = pytest.mark.timeout(3 * 3600 if MANY else 420)
 
 
 def seeds(usual: int) -> range:

@@ -48,6 +48,8 @@ class PeerTraining:
             how many values there are besides.
         should_abort: asked while waiting; true means that this process is being stopped.
         last_step: the global step after which this peer's training ends; -1 if that is not known.
+        outside: of the module's parameters that are not the optimizer's, a name and a digest of all: a warning tells of
+            peers with another one. Empty if there are none.
         is_training: whether the module's tensors are what is trained. Not while it is validated: callbacks may have put
             others there (EMA). Asked from any thread.
     """
@@ -62,6 +64,7 @@ class PeerTraining:
     schema: Sequence[str]
     should_abort: Callable[[], bool]
     last_step: Callable[[], int] = lambda: -1
+    outside: tuple[str, str] = ("", "")
     is_training: Callable[[], bool] = lambda: True
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.errors import ArgumentError, SchemaMismatchError
 from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
+
+log = logging.getLogger("lightning_hivemind")
 
 LOOK_S = 5.0
 PRINTS = 4  # hexadecimal digits per tensor: enough to say which one differs
@@ -27,10 +30,19 @@ class SwarmRecords:
     Args:
         schema: see :class:`~lightning_hivemind.engine.base.PeerTraining`.
         way: how it is averaged: the engine, and whatever of its settings must be equal.
+        outside: as ``schema``.
     """
 
-    def __init__(self, arguments: Arguments, network: PeerNetwork, schema: Sequence[str], way: str) -> None:
+    def __init__(
+        self,
+        arguments: Arguments,
+        network: PeerNetwork,
+        schema: Sequence[str],
+        way: str,
+        outside: tuple[str, str] = ("", ""),
+    ) -> None:
         self._a, self._schema, self._way, self._peer_id = arguments, list(schema), way, network.peer_id
+        self._outside = outside
         self._records = PeerRecords(network.dht, arguments.run_id, network.peer_id)
         self._metrics: dict[str, list[float]] = {}
 
@@ -40,13 +52,23 @@ class SwarmRecords:
         Raises:
             SchemaMismatchError: another peer trains another model, has another target, or averages otherwise.
         """
-        mine = self._own_schema()
-        self._records.publish(schema=mine, role="auxiliary" if self._a.auxiliary else "trainer")
+        mine, (name, print_) = self._own_schema(), self._outside
+        role = "auxiliary" if self._a.auxiliary else "trainer"
+        self._records.publish(schema=mine, role=role, outside=print_ or None)
         self._records.refresh(LOOK_S)
         for peer, record in self._others().items():
             theirs = record.get("schema")
             if isinstance(theirs, dict):
                 self._compare(peer, mine, theirs)
+            if print_ and record.get("outside") != print_ and "auxiliary" not in (role, record.get("role")):
+                log.warning(
+                    "peer %s has other values in the parameters that are not in the optimizer (%s and so on). They are"
+                    " neither averaged nor handed to peers that join. Give all peers the same (a checkpoint, or"
+                    " seed_everything before the module is made), or give them to the optimizer, too: frozen ones"
+                    " (requires_grad=False) are then handed to who joins",
+                    peer,
+                    name,
+                )
 
     @property
     def run(self) -> str:

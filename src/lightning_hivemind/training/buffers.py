@@ -16,6 +16,10 @@ class Buffers:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        for owner in module.modules():
+            for name, tensor in owner._buffers.items():
+                if tensor is not None and not _can_be_written(tensor):
+                    owner._buffers[name] = tensor.clone(memory_format=torch.contiguous_format)
         self.tensors = list(module.buffers())
         self._places = [
             (owner, name, tensor)
@@ -43,3 +47,9 @@ class Buffers:
                 continue
             tensor.copy_(now)
             owner._buffers[name] = tensor
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    """Not one that was expanded, of which several values are one, or made in ``torch.inference_mode``."""
+    shared = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not shared and not tensor.is_inference()

@@ -16,6 +16,7 @@ def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
     """Raises ArgumentError, with the fix, for settings of the Trainer or module that cannot work in a swarm."""
     _check_accumulation(trainer)
     _check_devices(strategy)
+    _check_callbacks(trainer)
     _check_optimizers(arguments, strategy, trainer)
     _check_extra_tensors(arguments, strategy)
     _check_dtypes(arguments, trainer.lightning_module, strategy.optimizers[0])
@@ -33,6 +34,20 @@ def _check_accumulation(trainer: Any) -> None:
 def _schedules(callback: Any) -> bool:
     scheduling = getattr(callback, "scheduling", {})
     return any(value != 1 for value in scheduling.values())
+
+
+def _check_callbacks(trainer: Any) -> None:
+    names = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}
+    for name in names & {"LearningRateFinder", "BatchSizeFinder"}:
+        raise ArgumentError(
+            f"{name} trains for a while before the fit, which would be in the run of all peers. Look for the value on"
+            " one machine, with a Trainer without this strategy, and give all peers what was found."
+        )
+    if "StochasticWeightAveraging" in names:
+        raise ArgumentError(
+            "StochasticWeightAveraging changes the learning rate by each peer's own passes, so peers would end with"
+            " unlike parameters. Use EMAWeightAveraging, which averages what the swarm has, or a scheduler."
+        )
 
 
 def _check_devices(strategy: Any) -> None:
@@ -56,6 +71,8 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
             f"configure_optimizers returned {len(strategy.optimizers)} optimizers: a swarm trains with exactly one."
             " Put all parameters into one optimizer, with param groups for unlike settings."
         )
+    if isinstance(strategy.optimizers[0], torch.optim.SparseAdam):
+        raise ArgumentError("SparseAdam takes sparse gradients only, and averages are dense. Use Adam.")
     if isinstance(strategy.optimizers[0], torch.optim.LBFGS):
         raise ArgumentError(
             "LBFGS evaluates the loss several times in one step, which a swarm cannot: its gradient comes from all"
@@ -92,6 +109,11 @@ def _check_dtypes(arguments: Arguments, module: Any, optimizer: torch.optim.Opti
     """Whatever made the parameters so: ``Trainer(precision=...)``, or the module itself."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ArgumentError(
+                f"parameter {names.get(id(parameter), '?')} has no shape yet (a Lazy module): what peers average must"
+                " be known before the first batch. Run one batch through the module in configure_model or __init__."
+            )
         said = f"parameter {names.get(id(parameter), '?')} has dtype {parameter.dtype}"
         if not parameter.is_floating_point():  # hivemind's rounds over complex numbers never end
             raise ArgumentError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,13 @@ class _GroupView(dict[str, Any]):
         super().__setitem__(key, value)
         if key != "params":
             self._hosted[key] = value
+
+    update = MutableMapping.update  # these write one by one, as above
+    setdefault = MutableMapping.setdefault
+
+    def __ior__(self, other: Any) -> _GroupView:  # type: ignore[misc,override]
+        self.update(other)
+        return self
 
 
 class HostedOptimizer(torch.optim.Optimizer):

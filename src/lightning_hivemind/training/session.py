@@ -17,6 +17,7 @@ from lightning_hivemind.lightning_twins import lightning_module
 from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.checks import check_trainer
 from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
+from lightning_hivemind.training.outside import outside, print_of
 from lightning_hivemind.training.precision import LossScale
 from lightning_hivemind.training.progress import LoopProgress, StopTogether
 from lightning_hivemind.training.schedulers import SwarmSchedulers, scheduler_from
@@ -60,6 +61,7 @@ class TrainingSession:
         optimizer = self._strategy.optimizers[0]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
+        others = outside(self._module, optimizer)
         training = PeerTraining(
             optimizer=optimizer,
             rebuild_optimizer=rebuilder(optimizer) if self._a.recreates_optimizer else None,
@@ -71,6 +73,7 @@ class TrainingSession:
             schema=self._schema(parameters),
             should_abort=self._should_abort,
             last_step=lambda: int(self._trainer.max_steps),
+            outside=(next(iter(others), ""), print_of(others)),
             is_training=lambda: bool(self._trainer.training),
         )
         self.engine = make_engine(self._a, network, training, self._events)
@@ -231,7 +234,8 @@ class TrainingSession:
 
     def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        lines = [
+        lines = [f"optimizer {type(self._strategy.optimizers[0]).__name__}"]
+        lines += [
             f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
             for p in parameters
         ]

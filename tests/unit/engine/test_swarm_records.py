@@ -55,10 +55,12 @@ class Peers:
         self.dht = MemoryDHT()
         self._made: list[SwarmRecords] = []
 
-    def make(self, schema: list[str], *, target: int = 32, way: str = "engine hivemind") -> SwarmRecords:
+    def make(
+        self, schema: list[str], *, target: int = 32, way: str = "engine hivemind", outside: str = ""
+    ) -> SwarmRecords:
         network: Any = SimpleNamespace(dht=self.dht, peer_id=IDS[len(self._made) % len(IDS)])
         arguments = Arguments.create(target, run_id="run", environ={})
-        self._made.append(SwarmRecords(arguments, network, schema, way))
+        self._made.append(SwarmRecords(arguments, network, schema, way, ("teacher.weight", outside)))
         return self._made[-1]
 
     def close(self) -> None:
@@ -85,6 +87,15 @@ def test_equal_models_are_of_one_run_and_unlike_ones_are_refused_by_name(peers: 
     peers.make(["a (3,) torch.float32", "b (4,) torch.float32"]).check_schema()
     other = peers.make(["a (3,) torch.float32", "b (4,) torch.bfloat16"])
     assert "What differs first is: b (4,) torch.bfloat16" in refusal(other)
+
+
+@pytest.mark.parametrize("theirs", ["one", "another", ""])
+def test_parameters_that_nobody_averages_and_that_differ_are_told(
+    peers: Peers, theirs: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers.make(["a (3,)"], outside=theirs).check_schema()
+    peers.make(["a (3,)"], outside="one").check_schema()
+    assert ("not in the optimizer (teacher.weight" in caplog.text) is (theirs != "one")
 
 
 def test_who_averages_otherwise_is_told_how(peers: Peers) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lightning_hivemind.simulation.faults import Schedule
-from unit.seeds import examples
+from unit.seeds import examples, takes_long
 
 NAMES = ["p0", "p1", "p2", "p3"]
 TROUBLE_S, CALM_S = 5.0, 20.0
@@ -71,4 +71,4 @@ class Trouble(RuleBasedStateMachine):
 
 
 Trouble.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=15)
-TestTrouble = Trouble.TestCase
+TestTrouble = takes_long(Trouble.TestCase)

@@ -15,13 +15,14 @@ from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp
 from lightning_hivemind.engine.native.protocol.messages import Message
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from swarm.table import Data, Table
-from unit.seeds import examples
+from unit.seeds import examples, takes_long
 
 SETTINGS = Settings(run="run", target_samples=16, chunks=3, matchmaking_s=1.0, stall_s=1.0, round_s=3.0)
 HONEST, MUTE = ["a", "b", "c"], "mute"
 KINDS: list[type] = [*typing.get_args(messages.Message), Data]
-#: until one that does not call, or join, is passed over twice, and a round that it holds up is over
-LONGEST_S = 2 * SETTINGS.matchmaking_s + SETTINGS.round_s
+#: until a round that it holds up, and does not end, is over at its members, and one that does not call, join, or tell
+#: where the others should be, is passed over twice; with what passes until the next look
+LONGEST_S = 1.25 * SETTINGS.round_s + 2 * SETTINGS.resend_s + 2 * SETTINGS.matchmaking_s + 0.2
 
 
 class WithStates(Table):
@@ -93,5 +94,16 @@ class Waiting(RuleBasedStateMachine):
         assert len(self.table.applied[MUTE]) > before, "it makes no steps any more"
 
 
+def test_who_has_committed_and_tells_nobody_is_followed_without() -> None:
+    """It says that it is ahead whenever the others begin a round, so that they would begin none for ever."""
+    run = Waiting()
+    run.time_passes(1.0, True, 1)
+    run.it_says_less({messages.Committed, messages.News}, set(HONEST))
+    for _ in range(30):
+        run.time_passes(1.0, False, 1)
+        run.nobody_is_kept_waiting()
+    run.teardown()
+
+
 Waiting.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
-TestWaiting = Waiting.TestCase
+TestWaiting = takes_long(Waiting.TestCase)

@@ -99,7 +99,10 @@ class Agreement:
         equals the smaller digest is right.
         """
         with self._lock:
-            for place, digests in reversed(self._found.items()):
+            for place, found in reversed(self._found.items()):
+                digests = {peer: digest for peer, digest in found.items() if peer in self._kinds}  # that are still here
+                if not digests:
+                    continue
                 votes = Counter(digests.values())
                 right = max(votes, key=lambda digest: (votes[digest], [-byte for byte in digest]))
                 decided = 2 * votes[right] > len(self._kinds) or digests.keys() >= self._kinds.keys()

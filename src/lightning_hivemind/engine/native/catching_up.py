@@ -13,7 +13,7 @@ from lightning_hivemind.engine.base import PeerTraining
 from lightning_hivemind.engine.native.parts import Parts
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.relay import Relay
-from lightning_hivemind.engine.native.state.snapshot import Description, Snapshot
+from lightning_hivemind.engine.native.state.snapshot import Description, MisfitError, Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
@@ -94,11 +94,12 @@ class CatchingUp:
         ``preferred``: who has the state that this peer should have, if not all do.
 
         Raises:
-            StateError: what all donors offer does not fit, for as long as ``load_state_timeout``.
+            StateError: what all donors offer does not fit, for as long as ``load_state_timeout``, or until they leave.
         """
         began = time.monotonic()
         self._look()  # since the last call there were batches: this process did not stand still
-        problem, tried = "no peer shares its state", self._since is not None
+        problem, misfits = "no peer shares its state (who validates does so afterwards)", False
+        tried = self._since is not None
         if self._since is None:
             self._since = self._said = began
             self._problem = ""  # (what was wrong with an earlier one is said again)
@@ -120,7 +121,7 @@ class CatchingUp:
             try:
                 found, news = self._fetch(preferred, max(0.0, left_s), None if preferred else head)
             except StateError as failure:
-                found, news, problem = None, False, str(failure)
+                found, news, problem, misfits = None, False, str(failure), isinstance(failure, MisfitError)
             self._take_part()
             if found is not None:
                 self._took(found, began, news=news)
@@ -130,6 +131,8 @@ class CatchingUp:
         if self._training.should_abort():
             return head
         self._take_part()
+        if misfits:
+            raise StateError(f"the others have gone, and their state does not fit here: {problem} Nothing was changed.")
         return self._without(head)
 
     def settled(self) -> None:

@@ -93,7 +93,7 @@ class NativeEngine:
         state_memory = StateMemory(self._memory, 4 * self._gradients.elements)
         if self._a.initial_peers and not self._a.auxiliary:  # it will take their state
             state_memory.prepare(self._stepper.state_bytes)
-        self._records = SwarmRecords(self._a, self._network, self._training.schema, way)
+        self._records = SwarmRecords(self._a, self._network, self._training.schema, way, self._training.outside)
         self._records.check_schema()
         self._training.make_scheduler(self.optimizer)
         self._parts = parts = build(

@@ -311,6 +311,11 @@ class Stepper:
     @torch.no_grad()
     def _use(self, average: Tensor) -> int:
         """Put the averaged gradients where the optimizer looks for them; returns where they end."""
+        if len(_parameters(self.optimizer)) != len(self._trained):
+            raise ArgumentError(
+                "parameters were added to the optimizer during the fit (by BackboneFinetuning, say): in a swarm all"
+                " peers train the same ones from the start. Give it all of them in configure_optimizers."
+            )
         start, reached = 0, iter(average[average.numel() - sum(self._trained) :].tolist())
         for parameter, trained, mine in zip(_parameters(self.optimizer), self._trained, self._model, strict=True):
             if mine.requires_grad and not trained:

@@ -68,7 +68,9 @@ class StockEngine:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        self._records = SwarmRecords(self._a, self._network, self._training.schema, "engine hivemind")
+        self._records = SwarmRecords(
+            self._a, self._network, self._training.schema, "engine hivemind", self._training.outside
+        )
         self._records.check_schema()
         joins = bool(self._a.initial_peers)
         tracker = self._worker.call(

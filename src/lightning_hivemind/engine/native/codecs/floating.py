@@ -65,4 +65,5 @@ class BFloat16:
         out_N.copy_(view_of(data, torch.bfloat16))
 
     def error_bound(self, values_N: Tensor) -> Tensor:
-        return values_N.abs() * 2.0**-8 + 2.0**-133
+        bound = values_N.abs() * 2.0**-8 + 2.0**-133
+        return bound.masked_fill(values_N.abs() > torch.finfo(torch.bfloat16).max, torch.inf)

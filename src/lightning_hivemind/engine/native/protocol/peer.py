@@ -52,6 +52,8 @@ class Peer:
         self._report_at = 0.0
         #: those out of reach of which the user was told
         self._noted: tuple[PeerId, ...] = ()
+        #: where others are ahead, as they say, and when this peer follows whether or not it was told the way
+        self._ahead: tuple[News, float] | None = None
         self._last = float("inf")
         self._out: list[Action] = []
         self._to_self: deque[Message] = deque()
@@ -125,7 +127,8 @@ class Peer:
     @property
     def deadline(self) -> float:
         """When :meth:`tick` must be called at the latest."""
-        return min(self._report_at, self._last + self._settings.detect_s / 4, self._rounds.deadline)
+        ahead = self._ahead[1] if self._ahead is not None else float("inf")
+        return min(self._report_at, self._last + self._settings.detect_s / 4, self._rounds.deadline, ahead)
 
     # ------------------------------------------------------------------ what the driver says
 
@@ -225,6 +228,9 @@ class Peer:
         """Time passes."""
         self._begin(now)
         self._rounds.tick(now)
+        if self._ahead is not None and now >= self._ahead[1]:
+            (untold, _), self._ahead = self._ahead, None
+            self._on_news(untold, now)  # if this peer is not there by now
         if now >= self._report_at:
             self._report(now)
         self._settle(now)
@@ -278,6 +284,7 @@ class Peer:
                 leadership.on_join(sender, message)
             case Decline():
                 leadership.on_decline(sender, message, now)
+                self._declined(message.head, now)
             case Begin():
                 rounds.on_begin(sender, message, now)
             case Current():
@@ -304,13 +311,18 @@ class Peer:
                 rounds.on_still_on(sender, message, now)
             case News():
                 self._stands(sender, message.head)
-                self._on_news(sender, message, now)
+                self._on_news(message, now)
             case Probe():
                 self._roster.cuts_of(sender, message.cuts)
                 if message.asks:
                     self._probe(sender, asks=False)
 
-    def _on_news(self, sender: PeerId, message: News, now: float) -> None:
+    def _declined(self, head: Head | None, now: float) -> None:
+        """By who is ahead, in words, at ``head``. It is asked for the way there, and has so long to tell it."""
+        if self._ahead is None and head is not None and self.head is not None and head.outweighs(self.head):
+            self._ahead = News(head=head, commits=()), now + self._settings.matchmaking_s
+
+    def _on_news(self, message: News, now: float) -> None:
         head = self.head
         if head is None or message.head in self._standing.given_up:
             return

@@ -130,6 +130,7 @@ class Donor:
     # ------------------------------------------------------------------ the donor's thread
 
     def _run(self) -> None:
+        told = ""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._stopped or self._at_risk, KEPT_S / 2)
@@ -153,7 +154,10 @@ class Donor:
             try:
                 copy = self._make_copy(copy)
             except StateError as error:
-                log.warning("a peer that joins gets no state from here: %s", error)
+                log.log(
+                    logging.DEBUG if str(error) == told else logging.WARNING, "who joins gets no state here: %s", error
+                )
+                told = str(error)
                 copy = None
             except Exception:  # memory, say: the next peer that asks may have better luck
                 log.exception("this peer's state could not be copied for a peer that joins")

@@ -48,6 +48,12 @@ _DTYPES = {
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     )
 }
+
+
+class MisfitError(StateError):
+    """It will fit no better when it is asked for again."""
+
+
 SAME = "All peers of a run_id must use the same optimizer."
 _Tensors = Sequence[Tensor]
 _Shape = tuple[str, tuple[int, ...]]
@@ -339,33 +345,35 @@ def _check(
     parameters = _parameters(optimizer)
     wrong = f"a peer's optimizer state does not fit {type(optimizer).__name__} here"
     if len(state) != len(parameters) or len(groups) != len(optimizer.param_groups):
-        raise StateError(
+        raise MisfitError(
             f"{wrong}: {len(state)} parameters in {len(groups)} groups, here {len(parameters)} in"
             f" {len(optimizer.param_groups)}. {SAME}"
         )
     for own_group, theirs in zip(optimizer.param_groups, groups, strict=True):
         names = set(own_group) - LOCAL_SETTINGS
         if (set(theirs) ^ names) - EXTRA_SETTINGS:
-            raise StateError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(names)}. {SAME}")
+            raise MisfitError(f"{wrong}: its groups have {sorted(theirs)}, here {sorted(names)}. {SAME}")
         for name, value in theirs.items():
             if name in own_group and not fits(own_group[name], value):
-                raise StateError(f"{wrong}: {name}={value!r}, here {own_group[name]!r}. {SAME}")
+                raise MisfitError(f"{wrong}: {name}={value!r}, here {own_group[name]!r}. {SAME}")
     owners = [p for p, entry in zip(parameters, state, strict=True) for value in entry.values() if value is None]
     for entry in state:
         if len(entry) > MOST_PER_PARAMETER or not all(
             isinstance(v, (bool, int, float, NoneType)) for v in entry.values()
         ):
-            raise StateError(f"{wrong}: it keeps what is neither a tensor nor a number.")
+            raise MisfitError(f"{wrong}: it keeps what is neither a tensor nor a number.")
     targets = [*parameters, *owners, *shared, *own]
     if len(shapes) != len(targets):
-        raise StateError(f"a peer's state has {len(shapes)} tensors, here it would have {len(targets)}: another model?")
+        raise MisfitError(
+            f"a peer's state has {len(shapes)} tensors, here it would have {len(targets)}: another model?"
+        )
     of_optimizer = range(len(parameters), len(parameters) + len(owners))
     for index, (mine, shape) in enumerate(zip(targets, shapes, strict=True)):
         if index in of_optimizer:
             if math.prod(shape[1]) > max(1, mine.numel()):
-                raise StateError(f"{wrong}: one of its tensors is larger than its parameter.")
+                raise MisfitError(f"{wrong}: one of its tensors is larger than its parameter.")
         elif (str(mine.dtype), tuple(mine.shape)) != shape:
-            raise StateError(
+            raise MisfitError(
                 f"tensor {index} of a peer's state is {shape[0]} {shape[1]}, here it is {mine.dtype}"
                 f" {tuple(mine.shape)}. All peers of a run_id must train the same model in the same precision; give"
                 " this one another run_id."

@@ -151,7 +151,6 @@ class Outlet:
                     while waits and (message := self._message()) is not None:
                         write(sock, *message)
                     write(sock, *piece)
-                    waits = True  # a message does not wait for one that came later
         except OSError as error:  # connected again, or found to be gone, by the caller
             log.debug("the connection to %s broke: %s", self.reach.peer, why(error))
         finally:
