@@ -149,19 +149,38 @@ def test_each_delay_lets_gradients_be_one_step_older(make: Make, given: dict[str
     assert peer.engine.local_samples == 0
 
 
+def steps_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_step = torch.optim.SGD.step
+
+    def slow_step(*args: Any) -> Any:
+        time.sleep(seconds)
+        return plain_step(*args)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", slow_step)
+
+
+@pytest.mark.parametrize("given", [{}, STEP_DELAYED, ALL_DELAYS], ids=["none", "step", "gradients"])
+def test_parameters_are_compared_also_where_a_step_always_is_under_way(
+    make: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    steps_take(0.05, monkeypatch)
+    peer = make(target_batch_size=8, average_state_every=2, **given)
+    for _ in range(12):
+        peer.begin()
+        peer.end()
+        wait_for(lambda: not peer.parts.driver.status.due or peer.parts.handover.ready(peer.engine._head), "a round")
+    compared = [epoch for epoch, _, _ in peer.engine._agreement.record()[1]]
+    assert compared
+    assert compared[-1] >= peer.engine.epoch - 4
+
+
 @pytest.mark.parametrize("batches", [1, 2, 3], ids="{} a step".format)
 @pytest.mark.parametrize("given", [{}, STEP_DELAYED, ALL_DELAYS], ids=["none", "step", "gradients"])
 def test_all_that_a_buffer_has_seen_comes_into_steps_however_late_they_are_made(
     make: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], batches: int
 ) -> None:
     """BatchNorm's statistics: a step that is made in the background ends when later batches have moved them already."""
-    plain_step = torch.optim.SGD.step
-
-    def slow_step(*args: Any) -> Any:
-        time.sleep(0.05)
-        return plain_step(*args)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", slow_step)
+    steps_take(0.05, monkeypatch)
     seen, made = torch.zeros(1), 0
     peer = make(target_batch_size=8 * batches, buffers=[seen], **given)
     while made < 12 or peer.engine.local_samples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from lightning_hivemind.engine.native.wire.tls import Certificate, client_contex
 from swarm.town import wait_for
 
 SIZE, BUFFER, TIMEOUT_S = 256 << 10, 16 << 10, 0.3
+TLS_RECORD = 16 << 10
 Pair = tuple[socket.socket, socket.socket]
 
 
@@ -189,3 +191,62 @@ def test_pieces_are_as_large_as_a_line_carries_in_a_moment(
     assert line.piece_bytes == piece, "a hundred bytes say nothing"
     line.look()
     assert line.piece_bytes == PIECE_BYTES, "it has become quick"
+
+
+class Drips:
+    """A connection on which what comes is let through drop by drop, until it is told to stop."""
+
+    def __init__(self, source: socket.socket, drop: int, every_s: float) -> None:
+        self._source, self._drop, self._every_s = source, drop, every_s
+        self.stopped = threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._into = socket.create_connection(listener.getsockname())
+            self.end, _ = listener.accept()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.stopped.is_set():
+            self._into.sendall(self._source.recv(self._drop))
+            time.sleep(self._every_s)
+
+    def close(self) -> None:
+        self.stopped.set()
+        for sock in (self._source, self._into, self.end):
+            close(sock)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_record_of_tls_may_take_longer_than_the_time_out_as_long_as_some_of_it_comes(stops: bool) -> None:
+    """1 Mbit/s, shared by twenty peers: 16 KiB take almost three seconds."""
+    ours, theirs = socket.socketpair()
+    drips = Drips(ours, TLS_RECORD // 10, TIMEOUT_S / 5)
+    certificate, made = Certificate.create(), list[socket.socket]()
+    accepting = threading.Thread(target=lambda: made.append(client_context().wrap_socket(drips.end)))
+    accepting.start()
+    # what the client says goes back past the drops
+    answers = threading.Thread(target=_carry, args=(drips._into, ours), daemon=True)
+    answers.start()
+    writes = certificate.server.wrap_socket(theirs, server_side=True)
+    accepting.join()
+    (reads,) = made
+    if sent(reads) is None:
+        pytest.skip("the system does not say what has arrived")
+    tune(reads, TIMEOUT_S)
+    began = time.monotonic()
+    writes.sendall(bytes(TLS_RECORD))
+    if stops:
+        drips.stopped.set()
+        with pytest.raises(TimeoutError):
+            read_exactly(reads, memoryview(bytearray(TLS_RECORD)))
+        assert time.monotonic() - began < 3 * TIMEOUT_S
+    else:
+        read_exactly(reads, memoryview(bytearray(TLS_RECORD)))
+        assert time.monotonic() - began > TIMEOUT_S
+    drips.close()
+    close(writes)
+
+
+def _carry(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(4096):
+            target.sendall(data)

@@ -267,6 +267,8 @@ class NativeEngine:
         self._reports.round_started(self.epoch, step.mine)
         if not self._a.auxiliary:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
+            self._stepper.settle(wait=True)
+            self._note_parameters()  # of the step before, if it was made in the background until now
             with self._gradients.lent() if steps_on_sums else contextlib.nullcontext():
                 assert step.average is not None, "a step whose average is not here"
                 average, carried = self._gradients.unpack(step.average, commit.parent.epoch)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, more
 from lightning_hivemind.engine.native.wire.sink import Payload
-from lightning_hivemind.engine.native.wire.speed import Sent, line_of, sent
+from lightning_hivemind.engine.native.wire.speed import Sent, line_of, sent, silent_s
 from lightning_hivemind.network.inherited import not_inherited
 
 #: that waits before a stream which libp2p carries: messages wait behind it
@@ -174,14 +174,30 @@ def pieces(header: Header, payload: Payload, most: int = PIECE_BYTES) -> Iterato
         yield more(most - room), piece
 
 
-def read_exactly(sock: socket.socket, memory: memoryview) -> None:
-    """Fill ``memory``. Raises OSError when the connection is gone."""
-    position = 0
-    while position < len(memory):
-        count = sock.recv_into(memory[position:])
+def receive(sock: socket.socket, memory: memoryview) -> int:
+    """Some bytes into ``memory``; returns how many.
+
+    Raises OSError when the connection is gone, or nothing comes for as long as its time-out: over a slow line a record
+    of TLS may take longer than that to be whole.
+    """
+    while True:
+        try:
+            count = sock.recv_into(memory)
+        except TimeoutError:
+            silent, limit_s = silent_s(sock), sock.gettimeout()
+            if silent is None or limit_s is None or silent > limit_s / 2:
+                raise
+            continue
         if count == 0:
             raise ConnectionResetError("the other end has closed the connection")
-        position += count
+        return count
+
+
+def read_exactly(sock: socket.socket, memory: memoryview) -> None:
+    """Fill ``memory``. Raises as :func:`receive`."""
+    position = 0
+    while position < len(memory):
+        position += receive(sock, memory[position:])
 
 
 def why(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 
 from lightning_hivemind.engine.native.wire.checksum import checksum
-from lightning_hivemind.engine.native.wire.connection import DRAIN_BYTES, read_exactly
+from lightning_hivemind.engine.native.wire.connection import DRAIN_BYTES, read_exactly, receive
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import PeerId, Sink
 from lightning_hivemind.errors import WireError
@@ -83,10 +83,7 @@ class Reader:
         begin, end = frame.position, frame.position + count
         while frame.position < end:
             target = frame.room[frame.position : end] if frame.room is not None else self._scratch
-            received = self._sock.recv_into(target[: end - frame.position])
-            if received == 0:
-                raise ConnectionResetError("the other end has closed the connection")
-            frame.position += received
+            frame.position += receive(self._sock, target[: end - frame.position])
             if (now := time.monotonic()) >= frame.told + TOLD_S:
                 frame.told = now
                 self._sink.moved(self._peer, frame.header)

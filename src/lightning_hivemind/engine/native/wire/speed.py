@@ -26,6 +26,8 @@ SMOOTHING = 0.5
 _ACKED, _BUSY, _NO_ROOM, _BYTES, _UNSENT = 120, 168, 176, 184, 144
 #: packets sent again; the shortest round trip that was seen, in microseconds; packets with data; the usual round trip
 _LOST, _ROUND_TRIP, _PACKETS, _ANSWER = 100, 148, 156, 68
+#: milliseconds since something has arrived here
+_HEARD = 52
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,12 @@ def sent(sock: socket.socket) -> Sent | None:
         return None
     acked, busy, no_room = (struct.unpack_from("=Q", info, at)[0] for at in (_ACKED, _BUSY, _NO_ROOM))
     return Sent(acked, max(0.0, (busy - no_room) / 1e6), struct.unpack_from("=I", info, _UNSENT)[0] > 0)
+
+
+def silent_s(sock: socket.socket) -> float | None:
+    """For how long nothing has arrived, of a record that is not whole either; None if the system does not say."""
+    info = _tcp_info(sock)
+    return None if info is None else float(struct.unpack_from("=I", info, _HEARD)[0]) / 1e3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
