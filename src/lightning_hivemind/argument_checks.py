@@ -27,6 +27,11 @@ Check = Callable[[str, Any], Any]
 
 #: the run's name is part of DHT keys and of log lines
 RUN_ID_MAX_CHARS = 100
+#: of samples: such a number is still exact as a float
+MOST_WHOLE = 2**53
+#: three years, of what is seconds: systems' own limits are not much above
+MOST = 1e8
+
 _show = reprlib.Repr()
 _show.maxstring = _show.maxother = 80
 
@@ -54,15 +59,19 @@ def whole_number(name: str, value: object) -> int:
         raise refusal(name, value, f"a {type(value).__name__} is not a whole number", "give an int, 1 or more")
     if value < 1:
         raise refusal(name, value, "is below 1", "give an int, 1 or more")
+    if int(value) > MOST_WHOLE:
+        raise refusal(name, value, "is above 2**53", "give a smaller one")
     return int(value)
 
 
 def positive(name: str, value: object) -> float:
-    """A finite number above 0: seconds, mostly."""
+    """A finite number above 0 and not above :data:`MOST`: seconds, mostly."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refusal(name, value, f"a {type(value).__name__} is not a number", "give a number above 0")
     if not math.isfinite(value) or value <= 0:
         raise refusal(name, value, "is not a finite number above 0", "give a number above 0")
+    if float(value) > MOST:
+        raise refusal(name, value, f"is above {MOST:.0e}", "give a smaller number")
     return float(value)
 
 
@@ -94,6 +103,8 @@ def run_name(name: str, value: object) -> str:
         raise refusal(name, value, f"has {len(value)} characters", fix)
     if "." in value:
         raise refusal(name, value, "contains '.', which separates the parts of a key in the DHT", fix)
+    if any("\ud800" <= one <= "\udfff" for one in value):
+        raise refusal(name, value, "contains half a character (a surrogate)", fix)
     if re.search(r"\s", value):
         raise refusal(name, value, "contains white space", fix)
     return value

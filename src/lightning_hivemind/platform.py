@@ -25,9 +25,11 @@ def require_hivemind() -> None:
     try:
         import hivemind  # noqa: F401
     except Exception as error:  # its import runs native code of several packages
+        fix = " Install it with: pip install 'hivemind>=1.1.12,<1.2' (Linux x86_64 and aarch64, macOS arm64)."
+        if isinstance(error, OSError):  # it makes shared memory and files
+            fix = " Is /dev/shm or the temporary directory full? Free or enlarge it (docker run --shm-size=1g)."
         raise PlatformError(
-            f"hivemind cannot be imported here ({where}): {type(error).__name__}: {error}."
-            " Install it with: pip install 'hivemind>=1.1.12,<1.2' (Linux x86_64 and aarch64, macOS arm64)."
+            f"hivemind cannot be imported here ({where}): {type(error).__name__}: {error}.{fix}"
         ) from error
 
 

@@ -17,6 +17,9 @@ log = logging.getLogger("lightning_hivemind")
 #: The processes of a peer whose trainer was killed are gone within this, and a restarted one should not fail on them.
 LEAVE_S = 3.0
 
+#: of a key; what is longer is none
+MOST_BYTES = 1 << 16
+
 
 def check_identity(path: str | None) -> None:
     """See that the file holds a key, or can be made. Nothing is written.
@@ -46,7 +49,7 @@ def read_peer_id(path: str) -> str:
     """
     try:
         with open(path, "rb") as file:
-            return str(PeerID.from_identity(file.read()).to_base58())
+            return str(PeerID.from_identity(file.read(MOST_BYTES)).to_base58())
     except OSError as error:
         raise DaemonError(f"identity_path={path!r}: cannot be read: {error}. Nothing was started.") from error
     except Exception as error:  # protobuf and cryptography raise types of their own

@@ -45,7 +45,8 @@ def start_shared_memory() -> None:
     except RuntimeError as error:
         raise DaemonError(
             f"torch cannot share memory between processes: {str(error).splitlines()[0]} (TMPDIR="
-            f"{os.environ.get('TMPDIR')!r}). Nothing was started. Set TMPDIR to a short, writable path."
+            f"{os.environ.get('TMPDIR')!r}). Nothing was started. Set TMPDIR to a short, writable path, and see that"
+            " /dev/shm is not full (docker run --shm-size=1g)."
         ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

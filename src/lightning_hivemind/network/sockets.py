@@ -104,7 +104,13 @@ class SocketDirectory:
         """Write down where this process passes file descriptors, so that it can be removed when it was killed."""
         address = getattr(resource_sharer._resource_sharer, "_address", None)  # type: ignore[attr-defined]
         if isinstance(address, str):
-            (self.path / _LISTENER).write_text(address, encoding="utf-8")
+            try:
+                (self.path / _LISTENER).write_text(address, encoding="utf-8")
+            except OSError as error:
+                raise DaemonError(
+                    f"{self.path}: cannot be written: {error}. Nothing was started. Free some room there, or set TMPDIR"
+                    " to a short path where there is some."
+                ) from error
 
     def remove(self) -> None:
         """Remove it with all sockets in it. Safe to call twice, and from several children of its maker at once.

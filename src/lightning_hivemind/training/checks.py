@@ -66,9 +66,12 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
             "automatic_optimization=False: the swarm decides when the optimizer steps. Use automatic optimization"
             " (return the loss from training_step)."
         )
-    if len(strategy.optimizers) != 1 or not strategy.optimizers[0].__dict__.get("param_groups"):
+    made = [
+        one for one in strategy.optimizers if one.__dict__.get("param_groups")
+    ]  # (not what Lightning puts for None)
+    if len(strategy.optimizers) != 1 or not made:
         raise ArgumentError(
-            f"configure_optimizers returned {len(strategy.optimizers)} optimizers: a swarm trains with exactly one."
+            f"configure_optimizers returned {len(made)} optimizers: a swarm trains with exactly one."
             " Put all parameters into one optimizer, with param groups for unlike settings."
         )
     if isinstance(strategy.optimizers[0], torch.optim.SparseAdam):

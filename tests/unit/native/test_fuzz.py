@@ -109,7 +109,7 @@ class Nowhere:
     def look(self, now: float) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         pass
 
 

@@ -24,16 +24,66 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def check(precision: str, model: Model | None = None, **arguments: Any) -> None:
+def check(precision: str, model: Model | None = None, callbacks: Any = (), **arguments: Any) -> None:
     strategy: Any = HivemindStrategy(target_batch_size=8, initial_peers=[], **arguments)
     trainer = pl.Trainer(
-        strategy=strategy, precision=precision, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
-    )  # type: ignore[arg-type]
+        strategy=strategy,
+        precision=precision,  # type: ignore[arg-type]
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=list(callbacks),
+    )
     strategy._lightning_module = model = Model() if model is None else model
     model.trainer = trainer
     strategy.connect(strategy.precision_plugin.convert_module(model))
     strategy.setup_optimizers(trainer)
     check_trainer(strategy.arguments, strategy, trainer)
+
+
+class WithOptimizer(Model):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda parameters: None, "returned 0 optimizers"),
+        (lambda parameters: torch.optim.SparseAdam(list(parameters)), "sparse gradients only"),
+        (torch.optim.LBFGS, "several times in one step"),
+    ],
+    ids=["none", "SparseAdam", "LBFGS"],
+)
+def test_an_optimizer_that_cannot_step_on_averages_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        check("32-true", WithOptimizer(make))
+
+
+def test_a_module_without_a_shape_is_refused() -> None:
+    model = Model()
+    model.layer = torch.nn.LazyLinear(2)  # type: ignore[assignment]
+    with pytest.raises(ArgumentError, match=r"layer\.weight has no shape yet"):
+        check("32-true", model)
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (pl.callbacks.LearningRateFinder, "before the fit"),
+        (pl.callbacks.BatchSizeFinder, "before the fit"),
+        (lambda: pl.callbacks.StochasticWeightAveraging(0.1), "by each peer's own passes"),
+    ],
+    ids=["learning rate", "batch size", "SWA"],
+)
+def test_a_callback_that_would_part_peers_is_refused(callback: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        check("32-true", callbacks=[callback()])
 
 
 OFFLOADED = [{"offload_optimizer": True}, {"delay_state_averaging": True}]
