@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import inspect
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -125,3 +128,25 @@ def test_extra_tensors_that_are_buffers_stay_the_modules_own_when_it_is_moved_or
         assert strategy.extra_tensors[0] is model.norm.running_mean
         assert strategy.extra_tensors[1] is other
     assert strategy.extra_tensors[0] is not given[0]
+
+
+class Full:
+    """A stdout on a full disk, or at a closed pipe."""
+
+    def write(self, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stdout", [None, Full()], ids=["none", "full"])
+def test_where_nothing_can_be_printed_the_invitation_is_in_the_log(
+    stdout: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy: Any = HivemindStrategy(target_batch_size=8, initial_peers=[])
+    address = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        strategy._announce(SimpleNamespace(visible_addresses=lambda: [address]))
+    assert f"INITIAL_PEERS={address}" in caplog.text

@@ -43,6 +43,17 @@ def test_who_differs_from_most_is_told_once() -> None:
     assert compare(peers, 6, 1.0, 1.0, 1.0, 3.0)[3] == Difference(6, frozenset({"p0", "p1", "p2"}), like=True)
 
 
+def test_who_has_left_does_not_judge() -> None:
+    peers = swarm("cpu", "cpu", "cpu")
+    for peer, value in zip(peers.values(), (1.0, 1.0, 2.0), strict=True):
+        peer.note(head(2), [torch.tensor(value)])
+    last = peers["p2"]
+    for name, peer in peers.items():
+        last.heard(name, peer.record())
+    last.present([])
+    assert last.difference() is None
+
+
 def test_who_goes_back_to_an_earlier_step_of_another_lineage_still_compares() -> None:
     peers = swarm("cpu", "cpu", "cpu")
     for epoch in range(2, 2 * REMEMBERED + 4, 2):

@@ -13,6 +13,7 @@ from lightning_hivemind.engine.native import catching_up
 from lightning_hivemind.engine.native.catching_up import CatchingUp
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.room import StateMemory
+from lightning_hivemind.engine.native.state.snapshot import MisfitError
 from lightning_hivemind.engine.native.trail import Undone
 from lightning_hivemind.errors import StateError
 from lightning_hivemind.events import Event, EventBus, StateUnavailable, StepsUndone, Waiting
@@ -224,6 +225,21 @@ def test_who_starts_and_gets_none_described_takes_part_all_the_same(
     assert scene.followed == [GOAL]
     assert scene.followed_before[0] == 0
     assert set(scene.followed_before[1:]) == {1}
+
+
+def test_who_could_not_use_the_state_of_those_who_have_gone_does_not_go_on_alone() -> None:
+    """Else it would train alone from its fresh model, and end as if nothing had been."""
+    scene = Scene({"a": GOAL})
+    scene.join(GOAL)
+
+    def misfits(offer: Head) -> Any:
+        scene.status.living, scene.offers = (), {}
+        scene.peer._records.trainers.clear()  # type: ignore[attr-defined]
+        raise MisfitError("it is Adam's, here is SGD.")
+
+    scene.peer._stepper.read = misfits  # type: ignore[method-assign,assignment]
+    with pytest.raises(StateError, match=r"have gone, and their state does not fit here: it is Adam's, here is SGD\."):
+        scene.peer.run(HERE)
 
 
 def test_who_starts_and_finds_nobody_takes_part_where_they_were() -> None:

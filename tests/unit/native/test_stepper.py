@@ -220,6 +220,15 @@ def test_what_is_frozen_later_does_not_shift_the_gradients_of_the_rest(trainee: 
     assert trainee.hooked[0][-3:] == pytest.approx(averages(1)[0][4:].tolist())
 
 
+def test_what_is_added_later_is_refused_before_anything_changes() -> None:
+    trainee = Trainee()
+    trainee.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    before = [one.clone() for one in trainee.parameters]
+    with pytest.raises(ArgumentError, match="added to the optimizer during the fit"):
+        trainee.step(averages(1)[0], 1)
+    assert same(trainee.parameters, before)
+
+
 def test_what_is_unfrozen_later_is_refused_before_anything_changes(trainee: Trainee) -> None:
     before = [one.clone() for one in trainee.parameters]
     trainee.frozen.requires_grad_(True)

@@ -27,6 +27,16 @@ def test_a_buffer_that_was_replaced_is_the_old_tensor_with_the_new_values() -> N
     assert not held.requires_grad
 
 
+@pytest.mark.parametrize("how", ["expanded", "of inference"])
+def test_a_buffer_that_cannot_be_written_is_copied(how: str) -> None:
+    module = Running()
+    with torch.inference_mode(how == "of inference"):
+        module.mean = torch.ones(1).expand(3)
+    (tensor,) = (one for one in Buffers(module).tensors if one is module.mean)
+    tensor.copy_(torch.arange(3.0))
+    assert module.mean.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_a_buffer_of_another_shape_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     module = Running()
     buffers = Buffers(module)

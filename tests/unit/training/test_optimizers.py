@@ -51,6 +51,12 @@ def test_the_view_clears_the_models_gradients_and_never_the_averaged_ones() -> N
     assert view.param_groups[0]["lr"] == 0.5
     view.param_groups[0]["lr"] = 0.25
     assert hosted.param_groups[0]["lr"] == 0.25
+    view.param_groups[0].update(lr=0.125)
+    assert hosted.param_groups[0]["lr"] == 0.125
+    group = view.param_groups[0]
+    group |= {"lr": 0.25}
+    assert group.setdefault("initial_lr", 0.75) == 0.75
+    assert (hosted.param_groups[0]["lr"], hosted.param_groups[0]["initial_lr"]) == (0.25, 0.75)
     assert hosted.param_groups[0]["params"] == hosts[:1]
     assert view.state_dict() == hosted.state_dict()
     with pytest.raises(RuntimeError, match="do not call step"):

@@ -195,6 +195,7 @@ def test_messages_do_not_overtake_one_another(town: City) -> None:
     ledger.may.set()
     town.add("other", ledger)
     said = [str(number).encode() for number in range(300)]
+    said[7] = bytes(3 * PIECE_BYTES)
     for one in said:
         first.send("other", Header(kind=Kind.MESSAGE, length=len(one)), (one,))
     wait_for(lambda: len(ledger.frames) == len(said), "everything")
