@@ -22,7 +22,7 @@ ONCE = pytest.mark.above_engines
         pytest.param({"model": {"norm": True}}, "net.1", marks=ONCE),
         pytest.param({"model": {"dtype": "bfloat16"}}, "net.0.weight (16, 8) torch.bfloat16", marks=ONCE),
         pytest.param({"model": {"frozen": True}}, "net.0.weight (16, 8) torch.float32 frozen", marks=ONCE),
-        ({"strategy_code": {"extra_tensors": "[torch.zeros(3)]"}}, "It has 6 entries, this one has 7"),
+        ({"strategy_code": {"extra_tensors": "[torch.zeros(3)]"}}, "It has 7 entries, this one has 8"),
     ],
     ids=["width", "target", "layers", "dtype", "frozen", "extra tensors"],
 )

@@ -124,7 +124,7 @@ def test_unlike_peers_that_start_at_the_same_time_do_not_miss_each_other(peers: 
 
 
 def test_as_many_and_as_long_names_as_are_promised_fit_beside_the_largest_schema(peers: Peers) -> None:
-    records = peers.make([f"parameter {n}" for n in range(MAX_PRINTED)], target=2**62)
+    records = peers.make([f"parameter {n}" for n in range(MAX_PRINTED)], target=2**53)
     records.check_schema()
     names = [f"{'é' * (MAX_NAME_BYTES // 2 - 1)}{n:02}" for n in range(MAX_METRICS)]
     assert {len(name.encode()) for name in names} == {MAX_NAME_BYTES}

@@ -14,15 +14,17 @@ from lightning_hivemind.engine.native.protocol import messages
 from lightning_hivemind.engine.native.protocol.actions import Action, CatchUp
 from lightning_hivemind.engine.native.protocol.messages import Message
 from lightning_hivemind.engine.native.protocol.settings import Settings
-from swarm.table import Data, Table
+from swarm.table import Data, Table, by_rank
 from unit.seeds import examples, takes_long
 
 SETTINGS = Settings(run="run", target_samples=16, chunks=3, matchmaking_s=1.0, stall_s=1.0, round_s=3.0)
 HONEST, MUTE = ["a", "b", "c"], "mute"
 KINDS: list[type] = [*typing.get_args(messages.Message), Data]
-#: until a round that it holds up, and does not end, is over at its members, and one that does not call, join, or tell
-#: where the others should be, is passed over twice; with what passes until the next look
-LONGEST_S = 1.25 * SETTINGS.round_s + 2 * SETTINGS.resend_s + 2 * SETTINGS.matchmaking_s + 0.2
+#: whatever is lost: it may hold up rounds that it leads, and those in which it accuses others, until it leads no more
+LONGEST_S = 10 * SETTINGS.round_s
+#: until a round that it leads, and does not end, is over at its members, and who does not call, join, or tell where the
+#: others should be, is passed over twice; with what passes until the next look
+ONE_ROUND_S = 1.25 * SETTINGS.round_s + 2 * SETTINGS.resend_s + 2 * SETTINGS.matchmaking_s + 0.2
 
 
 class WithStates(Table):
@@ -81,16 +83,16 @@ class Waiting(RuleBasedStateMachine):
                     self.steps[name] = steps, table.now
 
     @invariant()
-    def nobody_is_kept_waiting(self) -> None:
+    def nobody_is_kept_waiting(self, longest_s: float = LONGEST_S) -> None:
         for name, (_, since) in self.steps.items():
             waited = self.table.now - since
-            assert waited <= LONGEST_S, f"{name} has made no step for {waited:.1f} s"
+            assert waited <= longest_s, f"{name} has made no step for {waited:.1f} s"
 
     def teardown(self) -> None:
         self.all_gets_through()
-        self.time_passes(LONGEST_S, True, 1)
+        self.time_passes(ONE_ROUND_S, True, 1)
         before = len(self.table.applied[MUTE])
-        self.time_passes(LONGEST_S, True, 1)
+        self.time_passes(ONE_ROUND_S, True, 1)
         assert len(self.table.applied[MUTE]) > before, "it makes no steps any more"
 
 
@@ -101,7 +103,22 @@ def test_who_has_committed_and_tells_nobody_is_followed_without() -> None:
     run.it_says_less({messages.Committed, messages.News}, set(HONEST))
     for _ in range(30):
         run.time_passes(1.0, False, 1)
-        run.nobody_is_kept_waiting()
+        run.nobody_is_kept_waiting(ONE_ROUND_S)
+    run.teardown()
+
+
+def test_who_leads_rounds_that_it_gets_nothing_of_leads_the_next_ones_later_and_later() -> None:
+    """It would call again and again, and the others would follow, for it is their first candidate."""
+    run, waited = Waiting(), list[float]()
+    head = run.table.peers["a"].head
+    while head is None or by_rank([*HONEST, MUTE], SETTINGS.run, head.epoch)[0] != MUTE:
+        run.time_passes(0.1, True, 1)
+        head = run.table.peers["a"].head
+    run.it_hears_less({messages.Call, messages.Current, Data, messages.Ended}, set(HONEST))
+    for _ in range(30):
+        run.time_passes(1.0, False, 1)
+        waited.append(max(run.table.now - since for _, since in run.steps.values()))
+    assert max(waited) <= 5 * SETTINGS.round_s
     run.teardown()
 
 

@@ -19,6 +19,9 @@ from lightning_hivemind.engine.native.protocol.standing import Standing
 #: of a peer of which it is not known, but that it gives nothing
 NOTHING = Offer(contribution=None, reduces=False, bandwidth=0.0, trails=True)
 
+#: the pause after a round in vain doubles so often
+MOST_IN_VAIN = 3
+
 
 class Leadership:
     """Idle, then a Gathering until the plan is made, then a Coordinator until the round is decided."""
@@ -43,8 +46,9 @@ class Leadership:
         #: calls no round before: it has failed, or others are ahead; and because it stood still
         self._hold_until = self._suspended_until = 0.0
         self._due_since: float | None = None
-        #: at which it stood still while it led, last
+        #: at which it stood still while it led, last; and how often it has led in vain where it stands, for long
         self._stood_still_at: Head | None = None
+        self._in_vain = 0
 
     # ------------------------------------------------------------------ what one may ask
 
@@ -243,20 +247,24 @@ class Leadership:
         """A step is decided: the next round may be called at once."""
         self._coordinator = None
         self.dismiss("the others have committed", now)
-        self._failures, self._hold_until, self._suspended_until = 0, 0.0, 0.0
+        self._failures, self._in_vain, self._hold_until, self._suspended_until = 0, 0, 0.0, 0.0
 
     def ended(self, coordinator: PeerId, after_s: float, now: float) -> None:
-        """A round came to nothing. If that took long, another one calls the next, or this peer does so later."""
+        """A round came to nothing. If that took long, another one calls the next, or this peer does so later.
+
+        The later, the more often it was this peer's: what it lacks may be nobody else's trouble.
+        """
         if after_s < self._settings.matchmaking_s:
             return
         if coordinator == self._me:
-            self._hold_until = now + self._settings.matchmaking_s
+            self._hold_until = now + 2**self._in_vain * self._settings.matchmaking_s
+            self._in_vain = min(self._in_vain + 1, MOST_IN_VAIN)
         elif not self._roster.is_fitter(coordinator):
             self._roster.let_pass(coordinator)
 
     def elsewhere(self) -> None:
         """This peer stands somewhere else now: what it held back for was where it stood."""
-        self._failures, self._hold_until, self._due_since = 0, 0.0, None
+        self._failures, self._in_vain, self._hold_until, self._due_since = 0, 0, 0.0, None
 
     def back_off(self, now: float) -> None:
         """After a failure: a pause that doubles with each."""

@@ -226,7 +226,7 @@ class Roster:
         self._idle.clear()
 
     def let_pass(self, peer: PeerId) -> None:
-        """It should have called a round, and did not."""
+        """It should have called a round, and did not, or led one for long that came to nothing."""
         self._idle.add(peer)
 
     def shun(self, coordinator: PeerId, waited_s: float, now: float) -> None:
@@ -302,7 +302,8 @@ class Roster:
         return min((self._me, *here), key=lambda peer: self._order(peer, head.epoch))
 
     def outranks(self, one: PeerId, other: PeerId, epoch: int) -> bool:
-        return self._order(one, epoch) < self._order(other, epoch)
+        """Whether to follow ``one`` if both call. (Not if it could have led before, and came to nothing.)"""
+        return (one in self._idle, self._order(one, epoch)) < (other in self._idle, self._order(other, epoch))
 
     def is_fitter(self, one: PeerId) -> bool:
         """Than this peer, to lead a round."""
