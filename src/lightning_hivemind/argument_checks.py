@@ -68,11 +68,15 @@ def positive(name: str, value: object) -> float:
     """A finite number above 0 and not above :data:`MOST`: seconds, mostly."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise refusal(name, value, f"a {type(value).__name__} is not a number", "give a number above 0")
-    if not math.isfinite(value) or value <= 0:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = 2 * MOST
+    if not math.isfinite(number) or number <= 0:
         raise refusal(name, value, "is not a finite number above 0", "give a number above 0")
-    if float(value) > MOST:
+    if number > MOST:
         raise refusal(name, value, f"is above {MOST:.0e}", "give a smaller number")
-    return float(value)
+    return number
 
 
 def fraction(name: str, value: object) -> float:

@@ -210,11 +210,6 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         session.step(samples)
         return loss
 
-    def on_train_end(self) -> None:
-        """Let what is delayed arrive while the other peers are still there."""
-        if self._session is not None:
-            self._session.flush()
-
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -223,11 +218,6 @@ class HivemindStrategy(_Base, metaclass=Twinned):
             self._session.flush()
         state: dict[str, Any] = super().lightning_module_state_dict()
         return state
-
-    def on_validation_start(self) -> None:
-        """Validate the parameters of the last global step, also when they are still under way."""
-        if self._session is not None and self._session.started:
-            self._session.before_validation()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer that really steps, as a plain Trainer would save it."""

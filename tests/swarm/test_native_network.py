@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("hivemind")
 
+import msgpack  # type: ignore[import-untyped]
+
 from lightning_hivemind.engine.native.introductions import Introductions, hosts_of, read_introduction
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -138,7 +140,7 @@ def test_hosts_that_mean_this_machine_come_last() -> None:
 @pytest.mark.parametrize("data", [b"", b"\x93\x90\x01\x02", b"\x93\x91\x92\xa1x\x00\xc4\x00\xc4\x00", bytes(5000)])
 def test_an_introduction_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(WireError):
-        read_introduction(data)
+        read_introduction(data, b"proof")
 
 
 def test_a_peer_that_libp2p_does_not_find_is_reached_by_the_addresses_in_its_record(members: list[Member]) -> None:
@@ -164,6 +166,14 @@ def test_who_has_an_address_and_does_not_know_the_run_learns_nothing(members: li
     assert outsider.peer_id not in {one.peer for one in first.links._expected.values()}
     assert not first.links._inviting
     assert members[1].introductions.introduce(first.peer_id).token
+
+
+def test_who_is_asked_must_know_the_run_too() -> None:
+    """Whoever has a record may be nobody of this run."""
+    answer = [[], b"fingerprint", b"token", b"its proof"]
+    assert read_introduction(msgpack.packb(answer), b"its proof").token == b"token"
+    with pytest.raises(WireError, match="does not know the run"):
+        read_introduction(msgpack.packb(answer), b"another")
 
 
 def test_addresses_that_are_none_or_another_peers_do_no_harm(members: list[Member]) -> None:

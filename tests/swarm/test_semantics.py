@@ -77,6 +77,43 @@ def test_limits_count_batches_and_optimizer_hooks_global_steps(swarm: Swarm) -> 
     assert [one["batch"] for one in peer.said("validated")] == [6]
 
 
+SWAPS = """[type("Swaps", (pl.Callback,), {
+    "on_validation_start": lambda self, trainer, model: (
+        setattr(self, "kept", [one.detach().clone() for one in model.parameters()]),
+        [one.data.add_(1.0) for one in model.parameters()],
+        Path(spec.folder, "gave").open("a").write(str(trainer.strategy._session.engine._copy_state(None) is None)),
+    ),
+    "on_validation_end": lambda self, trainer, model: [
+        one.data.copy_(kept) for one, kept in zip(model.parameters(), self.kept)
+    ],
+    "on_train_batch_start": lambda self, trainer, *_: Path(spec.folder, "gave").open("a").write(
+        "" if trainer.global_step < 2 else str(trainer.strategy._session.engine._copy_state(None) is None)[0]
+    ),
+})()]"""
+
+
+@pytest.mark.above_engines
+def test_what_a_callback_puts_into_the_model_to_validate_it_is_given_to_nobody(swarm: Swarm) -> None:
+    limits = {"max_steps": 4, "val_check_interval": 4, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    peer = alone(swarm, trainer=limits, trainer_code={"callbacks": SWAPS})
+    gave = (peer.folder / "gave").read_text()
+    assert gave.startswith("True"), "given while it validates"
+    assert "F" in gave.replace("False", "").replace("True", ""), "given again with the next batch"
+
+
+STOPS = """[type("Stops", (pl.Callback,), {
+    "on_train_batch_end": lambda self, trainer, *_: setattr(trainer, "should_stop", trainer.global_step >= 2),
+})()]"""
+
+
+@pytest.mark.parametrize("limit", [{"min_steps": 6}, {"min_epochs": 3}], ids=["steps", "passes"])
+@pytest.mark.above_engines
+def test_who_wants_to_stop_trains_at_least_what_it_was_told_to(swarm: Swarm, limit: dict[str, int]) -> None:
+    limits = {"max_steps": 40, "max_epochs": -1, "limit_train_batches": 4, "num_sanity_val_steps": 0, **limit}
+    peer = alone(swarm, trainer=limits, trainer_code={"callbacks": STOPS})
+    assert peer.said("finished")[0]["global_step"] == 6
+
+
 def test_max_time_ends_this_peer_only(swarm: Swarm) -> None:
     brief = {"trainer": {"max_steps": -1, "max_time": {"seconds": 4}}}
     first, second = swarm.start(2, peers=[brief, {}], trainer={"max_steps": -1}, delay_s=0.05)

@@ -50,8 +50,6 @@ class PeerTraining:
         last_step: the global step after which this peer's training ends; -1 if that is not known.
         outside: of the module's parameters that are not the optimizer's, a name and a digest of all: a warning tells of
             peers with another one. Empty if there are none.
-        is_training: whether the module's tensors are what is trained. Not while it is validated: callbacks may have put
-            others there (EMA). Asked from any thread.
     """
 
     optimizer: torch.optim.Optimizer
@@ -65,7 +63,6 @@ class PeerTraining:
     should_abort: Callable[[], bool]
     last_step: Callable[[], int] = lambda: -1
     outside: tuple[str, str] = ("", "")
-    is_training: Callable[[], bool] = lambda: True
 
     @property
     def state_tensors(self) -> list[torch.Tensor]:
@@ -138,7 +135,7 @@ class Engine(Protocol):
         """Wait for delayed work and apply it: afterwards the parameters are those of ``epoch``."""
 
     def before_validation(self) -> None:
-        """As :meth:`flush`. From now on other values may be put into the module's tensors, until training goes on."""
+        """As :meth:`flush`. From now on other values may be put into the module's tensors, until the next batch."""
 
     def shutdown(self, timeout_s: float) -> None:
         """Leave the swarm and stop everything; safe to call twice. Takes at most ``timeout_s``."""

@@ -18,7 +18,7 @@ log = logging.getLogger("lightning_hivemind")
 LOOK_S = 5.0
 PRINTS = 4  # hexadecimal digits per tensor: enough to say which one differs
 # These fill a record (``network.records.MAX_RECORD_BYTES``), as a test shows.
-MAX_PRINTED = 160  # tensors; the digest decides anyway
+MAX_PRINTED = 140  # tensors; the digest decides anyway
 MAX_METRICS = 20
 MAX_NAME_BYTES = 40
 MAX_WAY = 120  # characters; the digest decides anyway

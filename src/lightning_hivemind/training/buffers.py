@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.nn.parameter import is_lazy
 
 log = logging.getLogger("lightning_hivemind")
 
@@ -16,16 +17,23 @@ class Buffers:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        copies: dict[int, torch.Tensor] = {}
         for owner in module.modules():
             for name, tensor in owner._buffers.items():
-                if tensor is not None and not _can_be_written(tensor):
-                    owner._buffers[name] = tensor.clone(memory_format=torch.contiguous_format)
-        self.tensors = list(module.buffers())
+                if tensor is not None and is_dense(tensor) and not _can_be_written(tensor):
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = tensor.clone(memory_format=torch.contiguous_format)
+                    owner._buffers[name] = copies[id(tensor)]
+        memory = {_memory_of(one) for one in module.parameters() if is_dense(one)} - {0}
+        dense = [one for one in module.buffers() if is_dense(one)]
+        self.tensors = [one for one in dense if _memory_of(one) not in memory]  # (the others are parameters)
+        for name in (name for name, one in module.named_buffers() if not is_dense(one)):
+            log.warning("buffer %s is not dense: it is neither averaged nor handed to peers that join", name)
         self._places = [
             (owner, name, tensor)
             for owner in module.modules()
             for name, tensor in owner._buffers.items()
-            if tensor is not None
+            if tensor is not None and is_dense(tensor)
         ]
 
     @torch.no_grad()
@@ -47,6 +55,15 @@ class Buffers:
                 continue
             tensor.copy_(now)
             owner._buffers[name] = tensor
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has a mean with others like it, and bytes to send."""
+    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:

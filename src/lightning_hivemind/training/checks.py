@@ -100,6 +100,9 @@ def _check_extra_tensors(arguments: Arguments, strategy: Any) -> None:
                 f"extra_tensors: one of {one.dtype}, with shape {tuple(one.shape)}, has no average. Give tensors of"
                 ' floating-point numbers (or, with engine="native", single counters of torch.int16, int32 or int64).'
             )
+    trained = {id(p) for group in strategy.optimizers[0].param_groups for p in group["params"]}
+    if any(id(one) in trained for one in strategy.extra_tensors):
+        raise ArgumentError("extra_tensors: one of them is a parameter of the optimizer, which is averaged anyway.")
     elsewhere = [one.device for one in strategy.extra_tensors if one.device.type != "cpu"]
     if elsewhere and arguments.offload_optimizer:
         raise ArgumentError(

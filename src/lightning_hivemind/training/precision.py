@@ -20,6 +20,7 @@ class LossScale:
 
     def __init__(self, scaler: Any | None, optimizer: torch.optim.Optimizer, *, reuses_buffers: bool) -> None:
         self._scaler, self._optimizer, self._reuses = scaler, optimizer, reuses_buffers
+        self._scaled = False  # whether the scaler has seen a loss: before that it refuses everything
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     @property
@@ -33,6 +34,7 @@ class LossScale:
 
     def accept(self) -> bool:
         """After a backward pass: unscale, and say whether the gradients may count."""
+        self._scaled = True
         if self._scaler is not None and self.active and not self._reuses and self._has_gradients():
             self._scaler.unscale_(self._optimizer)
             finite = gradients_are_finite(self._parameters)
@@ -45,7 +47,7 @@ class LossScale:
 
     def after_commit(self) -> float:
         """After a step the scale may grow. Returns what gradients in reused buffers are to be multiplied by."""
-        if self._scaler is None or not self.active or not self._reuses or not self._has_gradients():
+        if self._scaler is None or not self.active or not self._reuses or not self._scaled:
             return 1.0
         before, fine = float(self._scaler.get_scale()), torch.zeros_like(self._parameters[0].reshape(-1)[:1])
         fine.grad = torch.zeros_like(fine)  # the buffers themselves were looked at after each batch

@@ -53,12 +53,12 @@ class StopTogether:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._loop = trainer.fit_loop.epoch_loop
-        self._min_steps = self._loop.min_steps
+        self._min_steps, self._min_epochs = self._loop.min_steps, trainer.fit_loop.min_epochs
         self._asked = False
 
     def wants_to_stop(self) -> bool:
         """True once, when this peer has a wish to stop the run that the swarm does not know yet."""
-        if self._asked or not self._trainer.should_stop:
+        if self._asked or not self._trainer.should_stop or not self._may_stop():
             return False
         if self._own_time_is_up():
             self.release()
@@ -74,13 +74,18 @@ class StopTogether:
             self._loop.min_steps = max(self._min_steps or 0, epoch + 1)
 
     def stop(self) -> None:
-        """The swarm agreed: stop now."""
-        self.release()
+        """The swarm agreed: stop now, whatever ``min_steps`` and ``min_epochs`` are here. It makes no further step."""
+        self._loop.min_steps = self._trainer.fit_loop.min_epochs = None
         self._trainer.should_stop = True
 
     def release(self) -> None:
-        """Give the loop its own limit back."""
-        self._loop.min_steps = self._min_steps
+        """Give the loops their own limits back."""
+        self._loop.min_steps, self._trainer.fit_loop.min_epochs = self._min_steps, self._min_epochs
+
+    def _may_stop(self) -> bool:
+        """Whether this peer has what it was told to train at least."""
+        passes = self._trainer.fit_loop.epoch_progress.current.processed
+        return bool(self._loop.global_step >= (self._min_steps or 0) and passes >= (self._min_epochs or 0))
 
     def _own_time_is_up(self) -> bool:
         return any(

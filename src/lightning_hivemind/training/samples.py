@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_hivemind.errors import ArgumentError
 
@@ -50,13 +51,16 @@ def gradients_are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     # NaN and infinity survive a sum; a sum of finite float32 values overflows only beyond 1e38
     sums = [g.detach().sum(dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in gradients]
     device = sums[0].device
-    return bool(torch.isfinite(torch.stack([s.to(device=device, dtype=torch.float64) for s in sums])).all())
+    # (each by itself: float64 is unknown to MPS, and would be finite where a sum is not in float32 only)
+    return bool(torch.stack([torch.isfinite(s).to(device) for s in sums]).all())
 
 
 def _leading_dimensions(item: Any) -> Iterator[int]:
     if isinstance(item, torch.Tensor):
         if item.ndim > 0:
             yield item.shape[0]
+    elif isinstance(item, PackedSequence):
+        yield int(item.batch_sizes[0])
     elif hasattr(item, "num_graphs"):  # torch_geometric's batches count graphs, not nodes
         yield int(item.num_graphs)
     else:

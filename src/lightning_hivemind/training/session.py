@@ -11,13 +11,15 @@ import torch
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import Engine, PeerTraining, StepOutcome
 from lightning_hivemind.engine.factory import make_engine
+from lightning_hivemind.engine.prints import print_of
 from lightning_hivemind.errors import NonFiniteGradientsError
 from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
 from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.checks import check_trainer
+from lightning_hivemind.training.first_to_know import FirstToKnow
 from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
-from lightning_hivemind.training.outside import outside, print_of
+from lightning_hivemind.training.outside import outside
 from lightning_hivemind.training.precision import LossScale
 from lightning_hivemind.training.progress import LoopProgress, StopTogether
 from lightning_hivemind.training.schedulers import SwarmSchedulers, scheduler_from
@@ -45,6 +47,7 @@ class TrainingSession:
         self._schedulers = SwarmSchedulers(self._step_scheduler)
         self._zero_grad = DisabledZeroGrad(self._module) if arguments.reuse_grad_buffers else None
         self._scale: LossScale | None = None
+        self._first: FirstToKnow | None = None
         self.auxiliary = arguments.auxiliary
         self.started = False
         self.drop_reason = "non-finite gradient"
@@ -73,8 +76,7 @@ class TrainingSession:
             schema=self._schema(parameters),
             should_abort=self._should_abort,
             last_step=lambda: int(self._trainer.max_steps),
-            outside=(next(iter(others), ""), print_of(others)),
-            is_training=lambda: bool(self._trainer.training),
+            outside=(next(iter(others), ""), print_of(others.values()) if others else ""),
         )
         self.engine = make_engine(self._a, network, training, self._events)
         self.engine.start()
@@ -87,6 +89,7 @@ class TrainingSession:
         if self._zero_grad is not None:
             self._zero_grad.disable()
         self._progress.attach()
+        self._first = FirstToKnow(self._trainer, self._strategy.package, self.before_validation)
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step)
 
@@ -173,7 +176,9 @@ class TrainingSession:
         self.engine.flush()
 
     def before_validation(self) -> None:
-        self.engine.before_validation()
+        """Validate the parameters of the last global step, also when they are still under way."""
+        if self.started:
+            self.engine.before_validation()
 
     def optimizer_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.engine.optimizer.state_dict()
@@ -181,6 +186,8 @@ class TrainingSession:
 
     def close(self, timeout_s: float) -> None:
         self._progress.detach()
+        if self._first is not None:
+            self._first.remove()
         self._stopping.release()
         if self._zero_grad is not None:
             self._zero_grad.restore()

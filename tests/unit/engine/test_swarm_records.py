@@ -15,7 +15,7 @@ pytest.importorskip("hivemind")
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.engine.swarm_records import MAX_METRICS, MAX_NAME_BYTES, MAX_PRINTED, SwarmRecords
+from lightning_hivemind.engine.swarm_records import MAX_METRICS, MAX_NAME_BYTES, MAX_PRINTED, MAX_WAY, SwarmRecords
 from lightning_hivemind.errors import ArgumentError, SchemaMismatchError
 
 IDS = ("12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ", "QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM")
@@ -124,7 +124,8 @@ def test_unlike_peers_that_start_at_the_same_time_do_not_miss_each_other(peers: 
 
 
 def test_as_many_and_as_long_names_as_are_promised_fit_beside_the_largest_schema(peers: Peers) -> None:
-    records = peers.make([f"parameter {n}" for n in range(MAX_PRINTED)], target=2**53)
+    schema, way, outside = [f"parameter {n}" for n in range(MAX_PRINTED)], "x" * 2 * MAX_WAY, "f" * 16
+    records = peers.make(schema, target=2**53, way=way, outside=outside)
     records.check_schema()
     names = [f"{'é' * (MAX_NAME_BYTES // 2 - 1)}{n:02}" for n in range(MAX_METRICS)]
     assert {len(name.encode()) for name in names} == {MAX_NAME_BYTES}

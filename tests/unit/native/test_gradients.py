@@ -204,6 +204,22 @@ def test_what_was_left_out_is_added_to_what_is_given_next(gradients: Gradients) 
     assert given(gradients)[1].tolist() == [4.0] * 10
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_batch_that_was_begun_in_another_lineage_does_not_count_in_this_one(in_place: bool) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=in_place)
+    gradients.stands_at(7)
+    for lost in (8, 0):
+        gradients.begin_batch()
+        assert gradients.weight(8) == 1.0
+        weight.grad = torch.ones(2)
+        if lost:
+            assert gradients.moved(8) == 0
+        assert gradients.add(8, 7) == lost
+        gradients.end_batch()
+        assert gradients.samples == 8 - lost
+
+
 def test_a_sum_in_place_follows_the_loss_scale() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=True)

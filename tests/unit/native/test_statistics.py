@@ -80,41 +80,29 @@ def test_what_cannot_be_given_is_not_taken() -> None:
     assert taken(peer).tolist() == [7.0, 7.0]
 
 
-def test_what_lies_in_the_tensors_while_they_are_validated_is_no_change() -> None:
-    """A callback may have put averages there (EMA); what was seen before that is given afterwards."""
-    own, training = torch.zeros(2), [True]
-    peer = Statistics([own], is_training=lambda: training[0])
+def test_what_lies_in_the_tensors_while_they_are_lent_is_no_change() -> None:
+    """A callback may have put averages there to validate them (EMA)."""
+    own = torch.zeros(2)
+    peer = Statistics([own])
     own += 7
-    training[0] = False
+    peer.lend()
     own += 100
-    assert taken(peer).tolist() == [0.0, 0.0]
-    own -= 100
-    training[0] = True
     assert taken(peer).tolist() == [7.0, 7.0]
-
-
-def test_what_is_forgotten_while_they_are_validated_begins_anew_with_what_is_read_next() -> None:
-    own, training = torch.zeros(2), [True]
-    peer = Statistics([own], is_training=lambda: training[0])
-    own += 107
-    training[0] = False
     peer.forget()
     own -= 100
-    training[0] = True
+    peer.back()
     assert taken(peer).tolist() == [0.0, 0.0]
     own += 1
     assert taken(peer).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("answers", [[False], [True, False]], ids=["before", "meanwhile"])
-def test_local_updates_are_not_given_while_something_else_may_lie_in_the_model(answers: list[bool]) -> None:
-    weight, answer = torch.zeros(2), list[bool]()
-    statistics = Statistics([weight], carries=True, is_training=lambda: answer.pop(0) if answer else True)
+def test_local_updates_are_given_as_they_were_before_the_model_was_lent() -> None:
+    weight = torch.zeros(2)
+    statistics = Statistics([weight], carries=True)
     gradients = Gradients("me", [weight], statistics, max_staleness=1, local_step=lambda: weight.add_(1.0))
     gradients.add(8, 0)
-    answer[:] = answers
-    assert gradients.give() is None
-    assert gradients.samples == 8
+    statistics.lend()
+    weight.add_(100.0)
     given = gradients.give()
     assert given is not None
     assert (given[0].samples, given[1].tolist()) == (8, [1.0, 1.0])

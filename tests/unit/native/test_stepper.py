@@ -43,8 +43,6 @@ class Trainee:
     epochs: list[int] = field(default_factory=list)
     hooked: list[list[float]] = field(default_factory=list)
     in_place: bool = False
-    #: answers to whether it is training, the last one for ever
-    training: list[bool] = field(default_factory=lambda: [True])
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -58,7 +56,6 @@ class Trainee:
             advance_schedulers=self.epochs.append,
             before_optimizer_step=self._hook,
             buffers=self.buffers,
-            is_training=lambda: self.training.pop(0) if len(self.training) > 1 else self.training[0],
         )
         self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed", in_place=self.in_place)
 
@@ -334,6 +331,20 @@ def test_a_delayed_step_leaves_alone_what_the_batch_under_way_needs() -> None:
 # ---------------------------------------------------------------------- a state from elsewhere
 
 
+def test_what_hooks_have_put_into_the_model_before_the_first_batch_is_where_it_begins(trainee: Trainee) -> None:
+    with torch.no_grad():
+        trainee.weight.fill_(3.0)
+        trainee.buffers[0].fill_(5.0)
+    trainee.stepper.begin()
+    assert torch.equal(hosted(trainee)[0], trainee.weight)
+    assert trainee.stepper.statistics.base[0].tolist() == [5.0, 5.0]
+    with trainee.stepper.statistics.taking(0) as changes:
+        assert changes.tolist() == [0.0, 0.0]
+    trainee.step(torch.zeros(9), 1, (0.0, 0.0))
+    assert trainee.weight.detach().flatten().tolist() == [3.0] * 4
+    assert trainee.buffers[0].tolist() == [5.0, 5.0]
+
+
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(trainee: Trainee) -> None:
     given = [torch.cat((average, torch.ones(2))) for average in averages(4)]
     for epoch, average in enumerate(given[:2], 1):
@@ -371,27 +382,37 @@ def test_a_copy_is_made_anew_only_after_a_step(trainee: Trainee) -> None:
     assert second.head == head(1)
 
 
-@pytest.mark.parametrize("training", [[False], [True, False]], ids=["before", "meanwhile"])
-def test_no_state_is_given_while_something_else_may_lie_in_the_model(trainee: Trainee, training: list[bool]) -> None:
+def swap(trainee: Trainee, by: float) -> None:
+    with torch.no_grad():
+        for parameter in trainee.parameters:
+            parameter.add_(by)
+
+
+def test_no_state_is_given_while_something_else_lies_in_the_model(trainee: Trainee) -> None:
     """A callback may have put averaged weights there to validate them (EMA); what lies in host memory is as ever."""
-    trainee.training = training
+    trainee.stepper.leave()
+    assert trainee.stepper.snapshot(None) is not None, "nobody has"
+    swap(trainee, 1.0)
     assert (trainee.stepper.snapshot(None) is None) is (trainee.way == "in place")
-    trainee.training = [True]
+    swap(trainee, -1.0)
+    trainee.stepper.back()
     assert trainee.stepper.snapshot(None) is not None
 
 
-def test_no_state_is_given_if_it_was_validated_while_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_state_is_given_if_something_else_is_put_there_while_it_is_described(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainee = Trainee()
     described = State.described
 
     def slowly(state: State) -> Snapshot:
-        trainee.stepper.leave()
+        swap(trainee, 1.0)
         return described(state)
 
+    trainee.stepper.leave()
     with monkeypatch.context() as patch:
         patch.setattr(State, "described", slowly)
         assert trainee.stepper.snapshot(None) is None
-    assert trainee.stepper.snapshot(None) is not None
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -410,6 +431,7 @@ def test_a_state_that_is_given_stays_as_it_is_while_something_else_lies_in_the_m
     assert bytes(after or b"") == (b"" if trainee.way == "in place" and not wanted else before)
     with torch.no_grad():
         trainee.weight.copy_(kept)
+    trainee.stepper.back()
     again = trainee.stepper.snapshot(given)
     assert again is not None
     assert again.key == given.key

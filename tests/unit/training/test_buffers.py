@@ -37,6 +37,30 @@ def test_a_buffer_that_cannot_be_written_is_copied(how: str) -> None:
     assert module.mean.tolist() == [0.0, 1.0, 2.0]
 
 
+def test_what_is_not_dense_is_left_alone_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    module = Running()
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    module.late = torch.nn.LazyBatchNorm1d()
+    buffers = Buffers(module)
+    assert len(buffers.tensors) == 5, "the mean, those of the norms, of which one has no shape but counts"
+    assert "buffer graph is not dense" in caplog.text
+    buffers.keep()
+
+
+def test_a_buffer_that_is_a_part_of_a_parameter_is_that() -> None:
+    module = Running()
+    module.norm.register_buffer("alias", module.norm.weight.detach()[1:])
+    assert len(Buffers(module).tensors) == 4
+
+
+def test_buffers_that_are_one_stay_one() -> None:
+    module = Running()
+    module.mean = torch.ones(1).expand(3)
+    module.norm.register_buffer("tied", module.mean)
+    assert len(Buffers(module).tensors) == 4
+    assert module.norm.tied is module.mean
+
+
 def test_a_buffer_of_another_shape_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     module = Running()
     buffers = Buffers(module)

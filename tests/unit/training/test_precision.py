@@ -47,6 +47,14 @@ def test_a_batch_that_gives_no_parameter_a_gradient_is_accepted_and_leaves_the_s
     assert scaler.get_scale() == 8.0
 
 
+def test_a_step_before_the_first_backward_pass_leaves_the_scale() -> None:
+    """Of who joins: the average has left something in the gradients."""
+    p, scaler, scale = make(reuses=True)
+    p.grad = torch.ones(4)
+    assert scale.after_commit() == 1.0
+    assert scaler.get_scale() == 8.0
+
+
 def test_the_scale_grows_after_enough_good_batches() -> None:
     p, scaler, scale = make(reuses=False)
     for _ in range(2):

@@ -98,7 +98,7 @@ class CatchingUp:
         """
         began = time.monotonic()
         self._look()  # since the last call there were batches: this process did not stand still
-        problem, misfits = "no peer shares its state (who validates does so afterwards)", False
+        problem, misfits = "no peer shares its state (who validates with averaged weights does so afterwards)", False
         tried = self._since is not None
         if self._since is None:
             self._since = self._said = began
@@ -120,6 +120,7 @@ class CatchingUp:
                 self._take_part()  # they fetch it first, and rounds go on meanwhile
             try:
                 found, news = self._fetch(preferred, max(0.0, left_s), None if preferred else head)
+                misfits = False
             except StateError as failure:
                 found, news, problem, misfits = None, False, str(failure), isinstance(failure, MisfitError)
             self._take_part()
@@ -131,7 +132,7 @@ class CatchingUp:
         if self._training.should_abort():
             return head
         self._take_part()
-        if misfits:
+        if misfits and not head.samples:  # (who has trained goes on from what it has)
             raise StateError(f"the others have gone, and their state does not fit here: {problem} Nothing was changed.")
         return self._without(head)
 

@@ -60,7 +60,8 @@ class NativeEngine:
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
         name = "state_averaging_compression" if local else "grad_compression"
         self._coding = map_codec(getattr(arguments, name), name)
-        self._memory = Memory(pinned=any(p.device.type == "cuda" for p in self._stepper.model_parameters))
+        gpu = next((p.device for p in self._stepper.model_parameters if p.device.type == "cuda"), None)
+        self._memory = Memory(pinned=gpu is not None, device=gpu)
         self._stepper.low_rank = low_rank = make_low_rank(arguments, self._stepper, self._memory)
         self._gradients = Gradients(
             network.peer_id,
@@ -129,6 +130,7 @@ class NativeEngine:
     def synchronise(self) -> StepOutcome:
         parts, whereabouts = self._running(), self._whereabouts
         assert whereabouts is not None
+        self._stepper.begin()
         assert self._catching_up is not None
         heads = [head for head in whereabouts.first_look() if head != Head.nowhere()]
         best = max(heads, key=lambda one: (one.samples, one.epoch), default=None)
@@ -149,6 +151,8 @@ class NativeEngine:
     def before_validation(self) -> None:
         self.flush()
         self._stepper.leave()
+        if self._parts is not None:
+            self._parts.driver.contributed()
 
     def shutdown(self, timeout_s: float) -> None:
         start = time.monotonic()
@@ -168,6 +172,7 @@ class NativeEngine:
 
     def begin_batch(self) -> StepOutcome:
         handover, wait, committed = self._running().handover, not overlaps(self._a), False
+        self._stepper.back()
         limit_s = self._limit_s if wait else 0.0
         self._gradients.end_batch()
         while not handover.begin_batch(self._head, limit_s) and not self._training.should_abort():
@@ -302,7 +307,7 @@ class NativeEngine:
             return None
         if self._a.auxiliary:
             return catching_up.pass_on(known)
-        if parts.driver.status.head is None:
+        if parts.driver.status.head is None or not self._stepper.is_untouched():
             return None
         memory = self._stepper.room_for_copy(known)
         made, running = lambda: self._stepper.head, lambda: self._parts is parts

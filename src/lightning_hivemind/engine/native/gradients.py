@@ -21,7 +21,7 @@ from lightning_hivemind.engine.native.means import Carried, Made, Mean, mean_of
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES, Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
-from lightning_hivemind.engine.native.statistics import NotTraining, Statistics
+from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
 
 
@@ -77,8 +77,8 @@ class Gradients:
         self._given: Made | None = None
         self._handed: Made | None = None
         self._back: Mean | None = None
-        #: whether this peer has gone, since, where what it hands over cannot come back to
-        self._void = False
+        self._void = False  # this peer has gone, since, where what it hands over cannot come back to
+        self._computing = self._batch_is_void = False  # a batch; and its parameters are of another lineage
         self._carried = Carried(self.marks)
         self._number = time.time_ns() // 1000  # grows over restarts, too
         self._left_out = LeftOut(self._memory, self.parameters if low_rank is None else ())
@@ -116,6 +116,7 @@ class Gradients:
         """``param.grad`` belongs to a batch until :meth:`add`."""
         with self._lock:
             self._sum.begin_batch()
+            self._computing, self._batch_is_void = True, False
 
     @torch.no_grad()
     def add(self, samples: int, epoch: int, scale: float = 1.0) -> int:
@@ -125,7 +126,8 @@ class Gradients:
         another batch. ``scale``: what sums in place are still multiplied by.
         """
         with self._lock:
-            if lost := self._sum.add(samples, epoch, scale):
+            void, self._computing, self._batch_is_void = self._batch_is_void, False, False
+            if lost := samples if void and not self._sum.busy else self._sum.add(samples, epoch, scale):
                 self._statistics.forget()
             return lost + self._prune()
 
@@ -133,6 +135,7 @@ class Gradients:
         """The batch that was begun, if it was not added, is over: its step was left out, say."""
         with self._lock:
             self._sum.end_batch()
+            self._computing = False
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
@@ -301,7 +304,7 @@ class Gradients:
             self._forget()
             self._left_out.forget()
             self._carried.take()
-            self._void = True
+            self._void, self._batch_is_void = True, self._computing
             self._ever.zero_()
             return lost
 
@@ -325,10 +328,7 @@ class Gradients:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
         if self._local and self._statistics.epoch != self._head_epoch:
             return None  # the step to there is still to be made here: it may have these changes already
-        try:
-            own, self._number = self._take_all(), self._number + 1
-        except NotTraining:
-            return None
+        own, self._number = self._take_all(), self._number + 1
         self._back, carried = own, self._carried.take()
         parts = [*([own] if own is not None else []), *carried]
         if not parts:

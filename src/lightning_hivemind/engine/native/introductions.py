@@ -162,7 +162,7 @@ class Introductions:
                 raise
             await dial(self._p2p, peer, addresses)
             answer = await self._call_peer(peer, question)
-        return read_introduction(answer.value)
+        return read_introduction(answer.value, self._proof(peer, self._p2p.peer_id.to_base58(), "answers"))
 
     async def _call_peer(self, peer: str, question: bytes) -> Any:
         assert self._p2p is not None
@@ -180,11 +180,12 @@ class Introductions:
         else:
             self._links.invite(asker)
         token = self._links.expect(asker)
-        return BytesValue(value=msgpack.packb([endpoints[:MOST_ENDPOINTS], self._fingerprint, token]))
+        answers = self._proof(self._p2p.peer_id.to_base58(), asker, "answers")
+        return BytesValue(value=msgpack.packb([endpoints[:MOST_ENDPOINTS], self._fingerprint, token, answers]))
 
-    def _proof(self, asker: str, asked: str) -> bytes:
-        """That ``asker`` knows the run; of use to nobody else, for libp2p has authenticated it."""
-        return _keyed(self._run_key, f"{asker} asks {asked}".encode())
+    def _proof(self, speaker: str, hearer: str, does: str = "asks") -> bytes:
+        """That ``speaker`` knows the run; of use to nobody else, for libp2p has authenticated it."""
+        return _keyed(self._run_key, f"{speaker} {does} {hearer}".encode())
 
     def _call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         with self._closing:
@@ -212,16 +213,18 @@ def hosts_of(addresses: Iterable[object]) -> list[str]:
     return sorted(hosts, key=lambda host: host.startswith("127.") or host == "::1")
 
 
-def read_introduction(data: bytes) -> Introduction:
-    """The answer of another peer. Raises WireError if it is none."""
+def read_introduction(data: bytes, proof: bytes) -> Introduction:
+    """The answer of another peer, which must have this ``proof`` that it knows the run; else raises WireError."""
     try:
         if len(data) > MAX_ANSWER_BYTES:
             raise ValueError(f"{len(data)} bytes")
-        endpoints, fingerprint, token = msgpack.unpackb(data, use_list=True, raw=False, max_ext_len=0)
+        endpoints, fingerprint, token, shown = msgpack.unpackb(data, use_list=True, raw=False, max_ext_len=0)
         pairs = tuple((host, port) for host, port in endpoints)
         sound = len(pairs) <= MOST_ENDPOINTS and all(_is_endpoint(host, port) for host, port in pairs)
         if not sound or not isinstance(fingerprint, bytes) or not isinstance(token, bytes):
             raise ValueError("not addresses, a fingerprint and a token")
+        if not isinstance(shown, bytes) or not hmac.compare_digest(shown, proof):
+            raise ValueError("whoever answers does not know the run")
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise WireError(f"an introduction that cannot be understood: {error}") from error
     return Introduction(endpoints=pairs, fingerprint=fingerprint, token=token)

@@ -4,6 +4,7 @@ maps it page by page, and the allocator returns it at once when it is free.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -31,10 +32,11 @@ class Memory:
     Args:
         kept_bytes: of pieces that nobody uses; what is more goes back to the system.
         pinned: vectors of :meth:`floats` stay where they are, so that a GPU copies from and to them by itself.
+        device: that GPU: whatever thread asks, no other one is woken up.
     """
 
-    def __init__(self, kept_bytes: int = 0, *, pinned: bool = False) -> None:
-        self.kept_bytes, self._pinned = kept_bytes, pinned
+    def __init__(self, kept_bytes: int = 0, *, pinned: bool = False, device: torch.device | None = None) -> None:
+        self.kept_bytes, self._pinned, self._device = kept_bytes, pinned, device
         self._lock = threading.RLock()  # a collection of garbage may take a piece back within it
         #: by their bytes, and whether they are pinned
         self._free: defaultdict[tuple[int, bool], list[Any]] = defaultdict(list)
@@ -63,7 +65,8 @@ class Memory:
             piece = pieces.pop() if pieces else None
             self._free_bytes -= count if piece is not None else 0
         if piece is None and pinned:
-            piece = pinned_piece(count)
+            with torch.cuda.device(self._device) if self._device is not None else contextlib.nullcontext():
+                piece = pinned_piece(count)
             pinned = self._pinned = piece is not None  # if not now, never again
         if piece is None:
             piece = np.empty(count, np.uint8)  # by numpy, which asks for large pages: half as dear as torch's
@@ -101,6 +104,8 @@ def pinned_piece(count: int) -> Any | None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if (error := runtime.cudaHostRegister(address, whole, 0)) != runtime.cudaError.success:
         log.warning("no pinned memory, so copies from and to the GPU are slower: %s", error)
+        with contextlib.suppress(RuntimeError, AssertionError):  # the error stays until something is told it
+            torch.zeros(1, dtype=torch.uint8, device="cuda")
         return None
     weakref.finalize(piece, runtime.cudaHostUnregister, address).atexit = False
     return piece

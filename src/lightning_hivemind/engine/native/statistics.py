@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 
 import torch
@@ -29,10 +29,6 @@ def has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or (tensor.dtype in COUNTERS and not tensor.dim())
 
 
-class NotTraining(Exception):
-    """The model is being validated, perhaps with other values than those that are trained."""
-
-
 class Statistics:
     """``tensors`` of floating point, of any shape and device, and counters; others stay each peer's ``own``.
 
@@ -42,23 +38,14 @@ class Statistics:
             this peer has seen and not given waits beside them.
         moments: of the optimizer, behind the others. They are always replaced: with what is carried added, a second
             moment could get below zero.
-        is_training: see :class:`~lightning_hivemind.engine.base.PeerTraining`; asked before and after the tensors are
-            read by who is not the training thread.
 
     Attributes:
         base: copies in host memory of what all peers have in common.
         epoch: the global step that the tensors have been given; ``base`` may be one ahead, until :meth:`publish`.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        carries: bool = False,
-        moments: Sequence[Tensor] = (),
-        is_training: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.carries, self.moments, self._is_training = carries, len(moments), is_training
+    def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False, moments: Sequence[Tensor] = ()) -> None:
+        self.carries, self.moments = carries, len(moments)
         averaged = [has_mean(one) for one in tensors]
         self.tensors = [*compress(tensors, averaged), *moments]
         self.own = [one for one, is_averaged in zip(tensors, averaged, strict=True) if not is_averaged]
@@ -70,6 +57,8 @@ class Statistics:
         #: not ``carries``: the tensors where what has changed since was not given, and what was not before that
         self._since: list[Tensor] = []
         self._waiting: Tensor | None = None
+        #: what lay in the tensors before something else was put there
+        self._lent: list[Tensor] | None = None
         self._lock = threading.Lock()  # a round may ask while a step is made
         self.rebase(0)
 
@@ -81,6 +70,17 @@ class Statistics:
             self.epoch = self._coming = epoch
             self._begin(self._now())  # of its own: steps change the other
 
+    def lend(self) -> None:
+        """Something else may be put into the tensors, until :meth:`back`: what lies there now is what counts."""
+        with self._lock:
+            self._lent = None
+            self._lent = self._now()
+
+    def back(self) -> None:
+        """What is there is what was there before, or what has become of it."""
+        with self._lock:
+            self._lent = None
+
     def adopted(self, epoch: int) -> None:
         """:attr:`base` was set to what all peers have at ``epoch``; see :meth:`publish`."""
         self._coming = epoch
@@ -89,16 +89,14 @@ class Statistics:
     def taking(self, epoch: int) -> Iterator[Tensor]:
         """float32 CPU (elements,), for a contribution: what has changed here and is in no other one, from now on.
 
-        If this raises, it is in none. With ``carries`` nothing is taken: see :meth:`changes`. While something else may
-        lie in the tensors, it waits.
+        If this raises, it is in none. With ``carries`` nothing is taken: see :meth:`changes`.
         """
         with torch.no_grad():
             if self.carries:
                 yield self.changes(epoch)
                 return
             with self._lock:
-                now = self._now() if self._is_training() else self._since
-                now = now if self._is_training() else self._since
+                now = self._now()
                 yield self._not_given(now)
                 self._begin(now)
 
@@ -107,23 +105,19 @@ class Statistics:
         """What has changed here and is in no contribution will be in none, as the samples with which it came."""
         if not self.carries:
             with self._lock:
-                now = self._now() if self._is_training() else []
-                self._begin(now if self._is_training() else [])
+                self._begin(self._now())
 
     @torch.no_grad()
     def changes(self, epoch: int) -> Tensor:
         """``carries``: float32 CPU (elements,), what has changed since the step to ``epoch``.
 
         What is or has become infinite or NaN has not. Zeros while that step is still to be made here, or published: it
-        may have these changes already. Raises NotTraining while something else may lie in the tensors.
+        may have these changes already.
         """
         with self._lock:
             if self.epoch != epoch or not self.tensors:
                 return host_zeros(self.elements)
-            ahead = self._ahead_of_base() if self._is_training() else None
-            if ahead is None or not self._is_training():
-                raise NotTraining
-            return ahead
+            return self._ahead_of_base()
 
     @torch.no_grad()
     def step(self, changes: Tensor, epoch: int, counted: Tensor | None = None) -> None:
@@ -158,17 +152,19 @@ class Statistics:
 
     def _now(self) -> list[Tensor]:
         """Copies, for batches go on meanwhile."""
-        return [tensor.detach().to("cpu", copy=True) for tensor in self.tensors]
+        lie = self._lent if self._lent is not None else self.tensors
+        return [tensor.detach().to("cpu", copy=True) for tensor in lie]
 
     def _begin(self, since: list[Tensor], waiting: Tensor | None = None) -> None:
         if not self.carries:
             self._since, self._waiting = since, waiting
 
     def _ahead_of_base(self) -> Tensor:
-        return _differences((tensor.detach().to("cpu") for tensor in self.tensors), self.base)
+        lie = self._lent if self._lent is not None else self.tensors
+        return _differences((tensor.detach().to("cpu") for tensor in lie), self.base)
 
     def _not_given(self, now: list[Tensor]) -> Tensor:
-        found = _differences(now, self._since) if self._since else host_zeros(self.elements)  # (forgotten meanwhile)
+        found = _differences(now, self._since)
         return found if self._waiting is None else found.add_(self._waiting)
 
 
@@ -176,6 +172,9 @@ def _differences(now: Iterable[Tensor], before: Sequence[Tensor]) -> Tensor:
     """float32 CPU, one after the other; zero where there is none, or no number."""
     parts = []
     for mine, base in zip(now, before, strict=True):
+        if torch.equal(mine, base):  # most often
+            parts.append(host_zeros(base.numel()))
+            continue
         change = mine - base if base.dtype in COUNTERS else mine.double() - base.double()
         parts.append(torch.where(torch.isfinite(change), change, 0).float().flatten())
     return torch.cat(parts) if parts else host_zeros(0)

@@ -30,6 +30,7 @@ from lightning_hivemind.engine.native.state.snapshot import (
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
 from lightning_hivemind.engine.native.transfer import copy, finish
+from lightning_hivemind.engine.prints import print_of
 from lightning_hivemind.errors import ArgumentError
 
 
@@ -70,16 +71,9 @@ class Stepper:
         self._trained = [p.requires_grad for p in self._model]
         averaged = [p for p in self._model if p.requires_grad and local]
         self._moments = Moments(self.optimizer, moments if local else ())
-        self.statistics = Statistics(
-            [*averaged, *training.state_tensors],
-            carries=local,
-            moments=self._moments.tensors,
-            is_training=training.is_training,
-        )
-        #: what is given lies in the module: with another optimizer it does not, but for what is this peer's own
-        self._gives_module = training.rebuild_optimizer is None or bool(self.statistics.own)
-        #: how often others may have put something else into the module
-        self._left = 0
+        self.statistics = Statistics([*averaged, *training.state_tensors], carries=local, moments=self._moments.tensors)
+        #: a print of what is given out of the module, while something else may be put there
+        self._print: str | None = None
         #: what is part of a state besides, and travels with it
         self.low_rank: LowRank | None = None
         self.lock = threading.Lock()
@@ -179,17 +173,26 @@ class Stepper:
             if mine is not stepped:
                 mine.copy_(stepped)
 
+    def begin(self) -> None:
+        """With what the model has now: hooks may have put it there since the optimizer was made."""
+        with self._changes():
+            self._rebase()
+
+    @torch.no_grad()
+    def _rebase(self) -> None:
+        self._states += 1
+        for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
+            if mine is not stepped:
+                stepped.copy_(mine)
+        self.statistics.rebase(self.head.epoch)
+
     def load(self, optimizer_state: Mapping[str, Any], head: Head) -> None:
         """Continue from a checkpoint, whose parameters the model has already."""
         with self._changes(), torch.no_grad():
-            self._states += 1
             self.optimizer.load_state_dict(dict(optimizer_state))
             self._moments.keep()
-            for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
-                if mine is not stepped:
-                    stepped.copy_(mine)
-            self.statistics.rebase(head.epoch)
             self.trail = Trail(head)
+            self._rebase()
             if self.low_rank is not None:
                 self.low_rank.begin(head.epoch)
 
@@ -207,8 +210,7 @@ class Stepper:
     def snapshot(self, known: Snapshot | None, memory: Tensor | None = None) -> Snapshot | None:
         """For a peer that joins; from any thread. ``known`` is one that may still be right."""
         with self.lock:
-            left = self._left
-            if self._stepping or not self._is_here(left):
+            if self._stepping or not self.is_untouched():
                 return None
             if known is not None and self._is_right(known):
                 known.content.wanted = True
@@ -218,18 +220,25 @@ class Stepper:
             self._given, states = weakref.ref(state.content), self._states
         found = state.described()  # takes a while, and needs no lock
         self._copied = found.key, states
-        return found if self._is_here(left) else None
+        return found if self.is_untouched() else None
 
     def leave(self) -> None:
-        """Other values may be put into the module now, as in a step: what somebody fetches is copied."""
+        """Other values may be put into the module now, until :meth:`back`: what somebody fetches is copied."""
         with self.lock:
-            self._left += 1
-            if self._gives_module:
+            if self.optimizer is self._training.optimizer:  # else what is given lies elsewhere
                 self._change_given()
+                self._print = print_of(self._model)
+        self.statistics.lend()
 
-    def _is_here(self, left: int) -> bool:
-        """Whether what is in the module has been, since then, what is trained."""
-        return not self._gives_module or (self._left == left and self._training.is_training())
+    def back(self) -> None:
+        """What is in the module is what is trained."""
+        self._print = None
+        self.statistics.back()
+
+    def is_untouched(self) -> bool:
+        """Whether what is in the module is what is trained, as far as one sees. From any thread."""
+        expected = self._print
+        return expected is None or print_of(self._model) == expected
 
     def bytes_to_send(self, known: Snapshot | None) -> int:
         """Of :meth:`snapshot`, as long as no step is made; 0 if that is ``known``."""

@@ -33,6 +33,7 @@ class Transfer:
             for source, target in pairs:
                 target.copy_(source)
             return
+        torch.cuda.set_device(self._stream.device)  # else the way back from the stream would wake up the first GPU
         with torch.cuda.stream(self._stream):
             if self._written is not None:
                 self._stream.wait_event(self._written)
@@ -46,7 +47,8 @@ def copy(source: Tensor, target: Tensor) -> None:
 
     (What is to be is copied at once, and converted in host memory: a device may have no room for it.)
     """
-    target.copy_(source, non_blocking=source.dtype == target.dtype and source.stride() == target.stride())
+    converts = source.dtype != target.dtype or source.stride() != target.stride()
+    target.copy_(source, non_blocking=not converts and (source.is_cuda or target.is_cuda))
 
 
 def finish(device: torch.device) -> None:

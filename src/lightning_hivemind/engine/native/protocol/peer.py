@@ -53,7 +53,7 @@ class Peer:
         #: those out of reach of which the user was told
         self._noted: tuple[PeerId, ...] = ()
         #: where others are ahead, as they say, and when this peer follows whether or not it was told the way
-        self._ahead: tuple[News, float] | None = None
+        self._ahead: tuple[PeerId, Head, float] | None = None
         self._last = float("inf")
         self._out: list[Action] = []
         self._to_self: deque[Message] = deque()
@@ -127,7 +127,7 @@ class Peer:
     @property
     def deadline(self) -> float:
         """When :meth:`tick` must be called at the latest."""
-        ahead = self._ahead[1] if self._ahead is not None else float("inf")
+        ahead = self._ahead[2] if self._ahead is not None else float("inf")
         return min(self._report_at, self._last + self._settings.detect_s / 4, self._rounds.deadline, ahead)
 
     # ------------------------------------------------------------------ what the driver says
@@ -135,6 +135,7 @@ class Peer:
     def adopt(self, head: Head, commits: tuple[Commit, ...], now: float) -> None:
         """This peer's state is that of ``head`` now; ``commits`` are the last ones that led there."""
         self._begin(now)
+        self._ahead = None
         self._rounds.trailing.clear()
         if head == self.head:  # others are ahead, and their state is out of reach: go on from here
             self._standing.catching_up_to = None
@@ -228,9 +229,8 @@ class Peer:
         """Time passes."""
         self._begin(now)
         self._rounds.tick(now)
-        if self._ahead is not None and now >= self._ahead[1]:
-            (untold, _), self._ahead = self._ahead, None
-            self._on_news(untold, now)  # if this peer is not there by now
+        if self._ahead is not None and now >= self._ahead[2]:
+            self._follow_untold(now)
         if now >= self._report_at:
             self._report(now)
         self._settle(now)
@@ -242,6 +242,8 @@ class Peer:
     def suspended(self, now: float) -> None:
         """This process stood still until now: the others may have gone on without it."""
         self._last = now
+        if self._ahead is not None:  # it may have told meanwhile
+            self._ahead = *self._ahead[:2], now + self._settings.matchmaking_s
         self._rounds.suspended(now)
         self._settle(now)
 
@@ -284,7 +286,7 @@ class Peer:
                 leadership.on_join(sender, message)
             case Decline():
                 leadership.on_decline(sender, message, now)
-                self._declined(message.head, now)
+                self._declined(sender, message.head, now)
             case Begin():
                 rounds.on_begin(sender, message, now)
             case Current():
@@ -317,10 +319,17 @@ class Peer:
                 if message.asks:
                     self._probe(sender, asks=False)
 
-    def _declined(self, head: Head | None, now: float) -> None:
+    def _declined(self, sender: PeerId, head: Head | None, now: float) -> None:
         """By who is ahead, in words, at ``head``. It is asked for the way there, and has so long to tell it."""
         if self._ahead is None and head is not None and self.head is not None and head.outweighs(self.head):
-            self._ahead = News(head=head, commits=()), now + self._settings.matchmaking_s
+            self._ahead = sender, head, now + self._settings.matchmaking_s
+
+    def _follow_untold(self, now: float) -> None:
+        """Who is ahead has not told the way: without, if this peer is not there by now, and that one still is."""
+        assert self._ahead is not None
+        (sender, head, _), self._ahead = self._ahead, None
+        if self._roster.reaches(sender) and self._roster.stands(sender, head):
+            self._on_news(News(head=head, commits=()), now)
 
     def _on_news(self, message: News, now: float) -> None:
         head = self.head

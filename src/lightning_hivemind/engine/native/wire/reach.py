@@ -159,8 +159,7 @@ class Reach:
         return sock
 
     def _dial(self, introduction: Introduction, timeout_s: float) -> tuple[socket.socket, Endpoint]:
-        each_s = max(RETRY_S, timeout_s / len(introduction.endpoints))
-        sock, endpoint = dial(introduction, Kind.HELLO, context=self._context, timeout_s=each_s)
+        sock, endpoint = dial(introduction, Kind.HELLO, context=self._context, timeout_s=timeout_s)
         sock.settimeout(self._patience_s)
         return sock, endpoint
 
