@@ -31,7 +31,7 @@ class Introduced:
 
     everybody: ClassVar[dict[str, Introduced]] = {}
 
-    def __init__(self, me: str, run: str, links: Links, *, fingerprint: bytes, port: int, timeout_s: float) -> None:
+    def __init__(self, me: str, run: str, links: Links, *, fingerprint: bytes, port: int, **_: object) -> None:
         self.me, self.links, self._fingerprint, self._port = me, links, fingerprint, port
         self.everybody[me] = self
 

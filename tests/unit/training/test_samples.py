@@ -105,3 +105,9 @@ def test_infinities_of_both_signs_do_not_cancel() -> None:
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([float("inf"), -float("inf")])
     assert not gradients_are_finite([p])
+
+
+def test_packed_sequences_count_each_once_however_long_they_are() -> None:
+    sequences = [torch.zeros(7, 3), torch.zeros(2, 3)]
+    packed = torch.nn.utils.rnn.pack_sequence(sequences, enforce_sorted=False)
+    assert count_samples({"x": packed, "y": torch.zeros(2)}, None) == 2

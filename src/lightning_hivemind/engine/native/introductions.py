@@ -55,6 +55,7 @@ class Introductions:
         dht: a running DHT, whose daemon is used.
         links: where tokens come from, and connections go that others make over libp2p.
         port: where ``links`` listens; None if others cannot dial this peer.
+        ipv6: whether it listens there by IPv6; else by IPv4, and nobody needs to try the other one.
         timeout_s: for one question.
     """
 
@@ -67,8 +68,9 @@ class Introductions:
         fingerprint: bytes,
         port: int | None,
         timeout_s: float,
+        ipv6: bool = False,
     ) -> None:
-        self._dht, self._links, self._fingerprint, self._port = dht, links, fingerprint, port
+        self._dht, self._links, self._fingerprint, self._port, self._ipv6 = dht, links, fingerprint, port, ipv6
         self._run_key, self._timeout_s = hashlib.sha256(run.encode()).digest(), timeout_s
         # libp2p tells anybody who asks which handlers there are
         self._handler = f"lightning_hivemind.introduce.{_keyed(self._run_key, b'handler')[:16].hex()}"
@@ -176,7 +178,8 @@ class Introductions:
         if not hmac.compare_digest(proof, self._proof(asker, self._p2p.peer_id.to_base58())):
             raise PermissionError("whoever asks this does not know the run")  # it gets no more than this
         if self._port is not None and question != DIAL:
-            endpoints = [[host, self._port] for host in hosts_of(await self._p2p.get_visible_maddrs(latest=True))]
+            hosts = hosts_of(await self._p2p.get_visible_maddrs(latest=True))
+            endpoints = [[host, self._port] for host in hosts if self._ipv6 or ":" not in host]
         else:
             self._links.invite(asker)
         token = self._links.expect(asker)

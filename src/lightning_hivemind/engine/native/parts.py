@@ -137,9 +137,11 @@ def build(
         stream=lambda *asked: introductions[0].stream(*asked),
         detect_s=settings.detect_s,
     )
-    port = _listen(links, arguments) if reduces else None
+    port, ipv6 = _listen(links, arguments) if reduces else (None, False)
     fingerprint = b"" if certificate is None else certificate.fingerprint
-    asks = Introductions(network.dht, run, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S)
+    asks = Introductions(
+        network.dht, run, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S, ipv6=ipv6
+    )
     introductions.append(asks)
     donor = Donor(links.send, copy_state, links.forget, lambda: handover.under_way)
     downloads = Downloads(links.send, arguments.next_chunk_timeout, state_memory)
@@ -193,14 +195,17 @@ def _certificate(arguments: Arguments) -> Certificate | None:
     return None
 
 
-def _listen(links: Links, arguments: Arguments) -> int:
-    """Beside libp2p: at its host, if it has one only, and at the port next to its own, if that was given."""
+def _listen(links: Links, arguments: Arguments) -> tuple[int, bool]:
+    """Beside libp2p: at its host, if it has one only, and at the port next to its own, if that was given.
+
+    Returns the port, and whether that is IPv6's.
+    """
     given = [parse_address("host_maddrs", one) for one in arguments.host_maddrs or ()]
     hosts = {one.host for one in given}
     ports = [one.port for one in given if one.transport == "tcp" and one.port]
     host, port = hosts.pop() if len(hosts) == 1 else "0.0.0.0", min(ports) + 1 if ports else 0
     try:
-        return links.listen(host, port)
+        return links.listen(host, port), ":" in host
     except (OSError, OverflowError) as error:
         raise AddressError(
             f'host_maddrs={list(arguments.host_maddrs or ())}: engine="native" listens at {host}, port {port}, beside'

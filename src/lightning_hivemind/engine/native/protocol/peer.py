@@ -322,6 +322,7 @@ class Peer:
     def _declined(self, sender: PeerId, head: Head | None, now: float) -> None:
         """By who is ahead, in words, at ``head``. It is asked for the way there, and has so long to tell it."""
         if self._ahead is None and head is not None and self.head is not None and head.outweighs(self.head):
+            self._stands(sender, head)
             self._ahead = sender, head, now + self._settings.matchmaking_s
 
     def _follow_untold(self, now: float) -> None:
