@@ -415,6 +415,26 @@ def test_no_state_is_given_if_something_else_is_put_there_while_it_is_described(
         assert trainee.stepper.snapshot(None) is None
 
 
+def test_no_state_is_given_if_something_else_was_put_there_and_taken_out_while_it_was_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainee = Trainee()
+    described = State.described
+
+    def slowly(state: State) -> Snapshot:
+        swap(trainee, 1.0)
+        found = described(state)
+        swap(trainee, -1.0)
+        trainee.stepper.back()
+        return found
+
+    trainee.stepper.leave()
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "described", slowly)
+        assert trainee.stepper.snapshot(None) is None
+    assert trainee.stepper.snapshot(None) is not None
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_state_that_is_given_stays_as_it_is_while_something_else_lies_in_the_model(
     trainee: Trainee, wanted: bool

@@ -210,6 +210,7 @@ class Stepper:
     def snapshot(self, known: Snapshot | None, memory: Tensor | None = None) -> Snapshot | None:
         """For a peer that joins; from any thread. ``known`` is one that may still be right."""
         with self.lock:
+            expected = self._print
             if self._stepping or not self.is_untouched():
                 return None
             if known is not None and self._is_right(known):
@@ -220,7 +221,8 @@ class Stepper:
             self._given, states = weakref.ref(state.content), self._states
         found = state.described()  # takes a while, and needs no lock
         self._copied = found.key, states
-        return found if self.is_untouched() else None
+        # (whoever has swapped values in and out since has changed what was copied meanwhile)
+        return found if self._print == expected and self.is_untouched() else None
 
     def leave(self) -> None:
         """Other values may be put into the module now, until :meth:`back`: what somebody fetches is copied."""
