@@ -66,9 +66,8 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
             "automatic_optimization=False: the swarm decides when the optimizer steps. Use automatic optimization"
             " (return the loss from training_step)."
         )
-    made = [
-        one for one in strategy.optimizers if one.__dict__.get("param_groups")
-    ]  # (not what Lightning puts for None)
+    # (without what Lightning puts there for None)
+    made = [one for one in strategy.optimizers if one.__dict__.get("param_groups")]
     if len(strategy.optimizers) != 1 or not made:
         raise ArgumentError(
             f"configure_optimizers returned {len(made)} optimizers: a swarm trains with exactly one."

@@ -51,7 +51,7 @@ def gradients_are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     # NaN and infinity survive a sum; a sum of finite float32 values overflows only beyond 1e38
     sums = [g.detach().sum(dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in gradients]
     device = sums[0].device
-    # (each by itself: float64 is unknown to MPS, and would be finite where a sum is not in float32 only)
+    # each in its own dtype, for they may differ
     return bool(torch.stack([torch.isfinite(s).to(device) for s in sums]).all())
 
 

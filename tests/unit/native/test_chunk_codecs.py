@@ -24,6 +24,7 @@ from lightning_hivemind.engine.native.codecs import (
 )
 from lightning_hivemind.engine.native.codecs.mixed import per_chunk
 from lightning_hivemind.engine.native.memory import Memory
+from unit.default_dtype import default_dtype
 
 
 class MixedOfAnySize:
@@ -132,14 +133,10 @@ def test_what_a_script_makes_the_default_dtype_changes_nothing(
     """As Lightning does while a batch is computed in half precision, for the rounds' thread, too."""
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0))
     data, back, bound = bytes(codec.encode(values)), there_and_back(codec, values), codec.error_bound(values)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         assert bytes(codec.encode(values)) == data
         assert torch.equal(there_and_back(codec, values), back)
         assert torch.equal(codec.error_bound(values), bound)
-    finally:
-        torch.set_default_dtype(before)
 
 
 @every_codec

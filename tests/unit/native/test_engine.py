@@ -14,6 +14,7 @@ from lightning_hivemind.engine.native import engine as engine_module
 from lightning_hivemind.events import BatchAccumulated, RoundIncomplete, Waiting
 from swarm.engines import FOUNDER, Trainer, connected
 from swarm.town import wait_for
+from unit.default_dtype import default_dtype
 
 STEP_DELAYED = {"delay_state_averaging": True, "delay_optimizer_step": True}
 ALL_DELAYS = {**STEP_DELAYED, "delay_grad_averaging": True}
@@ -197,13 +198,9 @@ def test_all_that_a_buffer_has_seen_comes_into_steps_however_late_they_are_made(
 def test_a_batch_in_half_precision_lets_the_rounds_go_on_as_ever(make: Make) -> None:
     """Lightning makes it the default dtype of the whole process meanwhile."""
     quick, slow = (make(grad_compression=codecs.Blockwise4BitQuantization(), max_staleness=8) for _ in range(2))
-    before = torch.get_default_dtype()
     slow.begin()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         wait_for(lambda: (quick.begin(), quick.end(torch.ones(1000, dtype=torch.float32)))[1], "a step of the other")
-    finally:
-        torch.set_default_dtype(before)
     slow.end()
     wait_for(lambda: (slow.begin(), slow.engine.epoch >= quick.engine.epoch)[1], "the same step here")
     assert torch.equal(quick.weight, slow.weight)

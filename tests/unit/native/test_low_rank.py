@@ -10,6 +10,7 @@ from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.low_rank import LowRank, _rounded
 from lightning_hivemind.engine.native.protocol.lineage import Contribution
 from lightning_hivemind.engine.native.statistics import Statistics
+from unit.default_dtype import default_dtype
 
 SHAPES = [(60, 40), (7,), (30, 8, 5), (3, 3), (40, 200)]
 REST = [5]
@@ -85,13 +86,9 @@ def test_what_a_script_makes_the_default_dtype_changes_nothing() -> None:
     given = [gradient(step) for step in range(3)]
     plain = Swarm(1)
     expected = [plain.step([one], [8]) for one in given]
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with default_dtype(torch.bfloat16):
         swarm = Swarm(1)
         assert all(torch.equal(swarm.step([one], [8]), wanted) for one, wanted in zip(given, expected, strict=True))
-    finally:
-        torch.set_default_dtype(before)
 
 
 def test_what_is_cut_off_is_not_lost() -> None:

@@ -151,8 +151,6 @@ class NativeEngine:
     def before_validation(self) -> None:
         self.flush()
         self._stepper.leave()
-        if self._parts is not None:
-            self._parts.driver.contributed()
 
     def shutdown(self, timeout_s: float) -> None:
         start = time.monotonic()

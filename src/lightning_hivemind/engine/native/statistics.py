@@ -57,8 +57,8 @@ class Statistics:
         #: not ``carries``: the tensors where what has changed since was not given, and what was not before that
         self._since: list[Tensor] = []
         self._waiting: Tensor | None = None
-        #: what lay in the tensors before something else was put there
-        self._lent: list[Tensor] | None = None
+        #: what lay in the tensors before something else was put there; empty while nothing can have been
+        self._lent: list[Tensor] = []
         self._lock = threading.Lock()  # a round may ask while a step is made
         self.rebase(0)
 
@@ -68,18 +68,18 @@ class Statistics:
         with self._lock:
             self.base = self._now()
             self.epoch = self._coming = epoch
-            self._begin(self._now())  # of its own: steps change the other
+            self._begin_at_base()
 
     def lend(self) -> None:
         """Something else may be put into the tensors, until :meth:`back`: what lies there now is what counts."""
         with self._lock:
-            self._lent = None
+            self._lent = []
             self._lent = self._now()
 
     def back(self) -> None:
         """What is there is what was there before, or what has become of it."""
         with self._lock:
-            self._lent = None
+            self._lent = []
 
     def adopted(self, epoch: int) -> None:
         """:attr:`base` was set to what all peers have at ``epoch``; see :meth:`publish`."""
@@ -98,14 +98,14 @@ class Statistics:
             with self._lock:
                 now = self._now()
                 yield self._not_given(now)
-                self._begin(now)
+                self._since, self._waiting = now, None
 
     @torch.no_grad()
     def forget(self) -> None:
         """What has changed here and is in no contribution will be in none, as the samples with which it came."""
         if not self.carries:
             with self._lock:
-                self._begin(self._now())
+                self._since, self._waiting = self._now(), None
 
     @torch.no_grad()
     def changes(self, epoch: int) -> Tensor:
@@ -145,23 +145,21 @@ class Statistics:
         """Give the model what all peers have, and what it is ahead of that."""
         with self._lock:
             if not self.carries and self.tensors:
-                self._begin([one.clone() for one in self.base], self._not_given(self._now()))
+                self._begin_at_base(self._not_given(self._now()))
             for tensor, value in zip(self.tensors, self._ahead or self.base, strict=True):
                 tensor.copy_(value)
             self._ahead, self.epoch = [], self._coming
 
     def _now(self) -> list[Tensor]:
         """Copies, for batches go on meanwhile."""
-        lie = self._lent if self._lent is not None else self.tensors
-        return [tensor.detach().to("cpu", copy=True) for tensor in lie]
+        return [tensor.detach().to("cpu", copy=True) for tensor in self._lent or self.tensors]
 
-    def _begin(self, since: list[Tensor], waiting: Tensor | None = None) -> None:
+    def _begin_at_base(self, waiting: Tensor | None = None) -> None:
         if not self.carries:
-            self._since, self._waiting = since, waiting
+            self._since, self._waiting = [one.clone() for one in self.base], waiting  # steps change the base
 
     def _ahead_of_base(self) -> Tensor:
-        lie = self._lent if self._lent is not None else self.tensors
-        return _differences((tensor.detach().to("cpu") for tensor in lie), self.base)
+        return _differences((tensor.detach().to("cpu") for tensor in self._lent or self.tensors), self.base)
 
     def _not_given(self, now: list[Tensor]) -> Tensor:
         found = _differences(now, self._since)
