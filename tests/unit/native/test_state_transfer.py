@@ -13,7 +13,7 @@ import torch
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state import download, ranges
 from lightning_hivemind.engine.native.state import relay as relay_module
-from lightning_hivemind.engine.native.state.download import MOST_DONORS, WINDOW
+from lightning_hivemind.engine.native.state.download import MOST_AT_ONCE, MOST_DONORS, WINDOW
 from lightning_hivemind.engine.native.state.questions import Question, WantsDescription, WantsRange
 from lightning_hivemind.engine.native.state.relay import Relay
 from lightning_hivemind.engine.native.state.snapshot import (
@@ -139,6 +139,23 @@ def test_donors_that_have_the_same_bytes_share_the_work(office: Office, monkeypa
     shares = office.ranges_of()
     assert sum(shares.values()) == RANGES, "a range was asked for twice"
     assert all(shares[name] >= WINDOW for name in "abc")
+
+
+@pytest.mark.parametrize(("soon_s", "most"), [(60.0, MOST_AT_ONCE), (0.0, WINDOW)], ids=["quick", "slow"])
+def test_who_is_quick_is_asked_for_more_at_a_time(
+    office: Office, monkeypatch: pytest.MonkeyPatch, soon_s: float, most: int
+) -> None:
+    """A slow one would still be sending them when all others have nothing left to send."""
+    monkeypatch.setattr(download, "SOON_S", soon_s)
+    at_once: list[int] = []
+
+    def count(number: int) -> None:
+        time.sleep(0.01)  # it is being asked
+        at_once.append(office.ranges_of()["a"] - len(at_once))
+
+    office.add_rogue("a", honest("a", snapshot(1), instead=count))
+    assert office.fetch() is not None
+    assert max(at_once) == most
 
 
 def test_one_after_the_other(office: Office) -> None:

@@ -39,8 +39,9 @@ class Attempt:
     chosen: Description | None = None
     is_enough: bool = False
     missing: list[int] = field(default_factory=list)
-    #: which ranges each may write now
-    expected: dict[PeerId, set[int]] = field(default_factory=dict)
+    #: which ranges each may write now, and when it was asked for them; how many at a time
+    expected: dict[PeerId, dict[int, float]] = field(default_factory=dict)
+    window: dict[PeerId, int] = field(default_factory=dict)
     #: those that have come, and from whom; how many were not found to be right yet
     unchecked: list[tuple[PeerId, int, memoryview]] = field(default_factory=list)
     left: int = 0
@@ -65,5 +66,5 @@ class Attempt:
         """It has nothing, or has gone, or lies."""
         self.asked.pop(donor, None)
         self.offers.pop(donor, None)
-        self.missing += sorted(self.expected.pop(donor, set()))
+        self.missing += sorted(self.expected.pop(donor, ()))
         self.news = True

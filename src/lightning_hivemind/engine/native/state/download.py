@@ -35,8 +35,9 @@ from lightning_hivemind.errors import StateError, WireError
 
 log = logging.getLogger("lightning_hivemind")
 
-#: ranges that one donor is asked for at a time: enough that its line never idles
-WINDOW = 3
+#: ranges that one donor is asked for at a time: enough that its line never idles. At first, and one more for each that
+#: came so soon: where one takes milliseconds, threads that wait for a processor take longer
+WINDOW, MOST_AT_ONCE, SOON_S = 3, 8, 0.1
 #: ranges that have come and wait to be checked, each in memory of its own
 MOST_UNCHECKED = 4 * WINDOW
 POLL_S = 0.1
@@ -241,7 +242,7 @@ class Downloads:
                     attempt.drop(donor)
                     asks.append((donor, Done()))
                     continue
-                expected = attempt.expected.setdefault(donor, set())
+                expected = attempt.expected.setdefault(donor, {})
                 if not expected:
                     attempt.moved_at[donor] = attempt.came_at[donor] = now
                 elif now - attempt.came_at[donor] > ASK_AGAIN_S:
@@ -249,9 +250,9 @@ class Downloads:
                     attempt.came_at[donor] = now
                     asks += [(donor, WantsRange(offer.key, number)) for number in sorted(expected)]
                 has = (number for number in attempt.missing if offer.ranges[number] == chosen.ranges[number])
-                wanted = WINDOW - len(expected) if len(attempt.unchecked) < MOST_UNCHECKED else 0
-                for number in list(itertools.islice(has, wanted)):
-                    expected.add(number)
+                at_once = attempt.window.get(donor, WINDOW) if len(attempt.unchecked) < MOST_UNCHECKED else 0
+                for number in list(itertools.islice(has, max(0, at_once - len(expected)))):
+                    expected[number] = now
                     attempt.missing.remove(number)
                     asks.append((donor, WantsRange(offer.key, number)))
             for donor, question in asks:
@@ -333,9 +334,10 @@ class Downloads:
             if attempt is None or header.round != attempt.number:
                 return
             if header.chunk:
-                number, expected = header.chunk - 1, attempt.expected.get(peer, set())
+                number, expected = header.chunk - 1, attempt.expected.get(peer, {})
                 if number in expected:  # else it has been asked of another one meanwhile
-                    expected.remove(number)
+                    if time.monotonic() - expected.pop(number) < SOON_S:
+                        attempt.window[peer] = min(MOST_AT_ONCE, attempt.window.get(peer, WINDOW) + 1)
                     attempt.unchecked.append((peer, number, payload))
             elif not len(payload):
                 attempt.drop(peer)
