@@ -10,6 +10,7 @@ from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.actions import Action, Apply, Called, GiveUp, Note, Send
 from lightning_hivemind.engine.native.protocol.messages import RoundId
 from lightning_hivemind.engine.native.protocol.peer import Peer
+from lightning_hivemind.engine.native.protocol.roster import Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
 from lightning_hivemind.simulation.quick import QuickPeer
 from lightning_hivemind.simulation.trainer import Habits, SimulatedPeer
@@ -50,7 +51,7 @@ class PacedPeer(SimulatedPeer):
 
     def _train(self) -> None:
         """Begin the next batch, unless there is a reason to wait: asked after every event."""
-        if self._computing or not self.alive or self._under_way is not None:
+        if self._computing or not self.alive or self._under_way is not None or self._called is not None:
             return
         now = self.world.now
         if self.parameters is None or self.parameters.head != self.core.head:
@@ -81,6 +82,14 @@ class PacedPeer(SimulatedPeer):
     def _tick_at(self, due: float) -> None:
         """Once at a time: an earlier one that is planned meanwhile takes the place of this one."""
         self.world.clock.at(due, lambda: self.tick() if due == self._ticking_at else None)
+
+    def saw(self, peer: str, place: Place) -> None:
+        """It reads another peer's record: most lead to nothing, which need not be carried out."""
+        self.core.saw(peer, place, self.world.now)
+        if self.quick.wants_something or self.core.deadline < self._ticking_at:
+            self.carry_out()
+        else:
+            self._train()
 
     def tick(self) -> None:
         if self.alive:  # a chunk that is on its way is a sign of life: parts of it arrive all the time

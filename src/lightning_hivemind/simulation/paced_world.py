@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 from lightning_hivemind.engine.native.layout import Layout
-from lightning_hivemind.engine.native.protocol.lineage import Commit
+from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
 from lightning_hivemind.engine.native.protocol.messages import Begin, Committed, Ended, Message, Missing, News, RoundId
-from lightning_hivemind.engine.native.protocol.settings import PUBLISH_S, Settings
+from lightning_hivemind.engine.native.protocol.settings import AGAIN_S, PUBLISH_S, Settings
 from lightning_hivemind.engine.native.wire.encoding import MAX_MESSAGE_BYTES, encode
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES
 from lightning_hivemind.simulation.links import SharedLinks
@@ -54,25 +54,23 @@ class PacedWorld(World):
     # ------------------------------------------------------------------ records
 
     def _publish(self, peer: SimulatedPeer) -> None:
-        """Say where it stands, when that has changed. (The engine does so from time to time besides, as it lives.)"""
-        self._look(peer, None)
+        """Say where it stands, when that has changed, and from time to time that it lives."""
+        self._look(peer, None, self.now)
 
-    def _look(self, peer: SimulatedPeer, published: object) -> None:
+    def _look(self, peer: SimulatedPeer, published: Head | None, at: float) -> None:
         if not peer.alive:
             return
         place = self._place(peer)
-        head = place.head if place is not None else None
-        if place is not None and head != published:
+        if place is not None and (place.head != published or self.now - at > AGAIN_S):
 
             def read() -> None:
                 for other in self.everybody:
                     if other.alive and other is not peer:
-                        other.core.saw(peer.name, place, self.now)
-                        if other.quick.wants_something:  # most records lead to nothing
-                            other.carry_out()
+                        other.saw(peer.name, place)
 
             self.clock.after(self._chance.uniform(0.0, READ_S) if published is not None else 0.0, read)
-        self.clock.after(PUBLISH_S, lambda: self._look(peer, head))
+            published, at = place.head, self.now
+        self.clock.after(PUBLISH_S, lambda: self._look(peer, published, at))
 
     # ------------------------------------------------------------------ the network
 

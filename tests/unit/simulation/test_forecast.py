@@ -104,7 +104,7 @@ def test_a_run_may_end_with_a_step_whose_average_is_still_on_its_way(monkeypatch
         return check(world)
 
     monkeypatch.setattr(PacedWorld, "check_everything", look)
-    found = forecast(Scenario(peers=4, parameters=1_000_000, steps=2, churn_per_min=20.0, restart_s=5.0, seed=4))
+    found = forecast(Scenario(peers=4, parameters=1_000_000, steps=2, churn_per_min=20.0, restart_s=5.0, seed=79))
     assert found.steps == 2
     assert any(on_its_way), "no step is: this needs another seed"
 
