@@ -119,3 +119,28 @@ def test_what_goes_wrong_with_one_look_does_not_end_the_looking(
         one.stop()
     assert "will be in a moment" in caplog.text
     assert _read(places[0]) == Place(head=head, samples=7, stamp=places[0][-1]), "what it gives to the next step"
+
+
+def test_who_joins_says_where_it_stands_as_soon_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start at once hear of one another by that; until then rounds are made without one of them."""
+    monkeypatch.setattr(whereabouts, "LOOK_S", 60.0)
+    looks, published = threading.Semaphore(0), threading.Event()
+
+    def read() -> dict[str, object]:
+        looks.release()
+        return {}
+
+    records = SimpleNamespace(read=read, publish=lambda **_: published.set(), close=lambda _: None)
+    monkeypatch.setattr(whereabouts, "PeerRecords", lambda *_, **__: records)
+    driver = SimpleNamespace(status=Status())
+    network = SimpleNamespace(dht=None, peer_id="me")
+    one = Whereabouts(network, "run", driver, None, bool, None, reduces=True)  # type: ignore[arg-type]
+    one._thread.start()
+    try:
+        assert looks.acquire(timeout=20.0)
+        assert looks.acquire(timeout=20.0), "it looks again soon"
+        assert not published.is_set(), "it stands nowhere yet"
+        driver.status = Status(head=Head.root("run", "me"))
+        assert published.wait(20.0)
+    finally:
+        one.stop()

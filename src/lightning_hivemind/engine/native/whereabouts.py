@@ -20,8 +20,8 @@ from lightning_hivemind.network.records import PeerRecords
 
 log = logging.getLogger("lightning_hivemind")
 
-#: between two looks at the records that are here anyway
-LOOK_S = 0.5
+#: between two looks at the records that are here anyway; until this peer has said where it stands
+LOOK_S, JOINS_S = 0.5, 0.02
 REFRESH_S, FIRST_LOOK_S, STOP_S = 3.0, 5.0, 1.0
 #: of addresses in a record, which is small
 MOST_ADDRESSES, MAX_ADDRESS = 6, 200
@@ -112,7 +112,7 @@ class Whereabouts:
 
     def _run(self) -> None:
         published: tuple[float, Head | None, int, bool] = (0.0, None, 0, False)
-        while not self._stopped.wait(LOOK_S):
+        while not self._stopped.wait(LOOK_S if published[0] else JOINS_S):
             try:
                 self._look()
                 status, now = self._driver.status, time.monotonic()
