@@ -299,28 +299,27 @@ class Links:
     @property
     def upload_rate(self) -> float:
         """Bytes per second that this peer can send, as far as was seen; see :mod:`.speed`. From one thread only."""
-        return self._speed.of(self._connections)
+        return self._speed.of_line(self._in_use.values())
 
     def look(self, now: float) -> None:
         """At what goes out, for :attr:`upload_rate`: often, as long as there is something. From the same thread."""
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            self._speed.look(self._connections)
+            self._speed.look(self._in_use.values())
 
     @property
-    def _connections(self) -> list[socket.socket]:
-        return [one for outlet in self._ways_out().values() for one in outlet.connections]
+    def _in_use(self) -> dict[PeerId, list[socket.socket]]:
+        """The connections to each peer to which there are any."""
+        return {peer: found for peer, outlet in self._ways_out().items() if (found := outlet.connections)}
 
     def connected(self) -> frozenset[PeerId]:
         """To whom there is a connection: none to who was dead or frozen when this peer came."""
-        return frozenset(peer for peer, outlet in self._ways_out().items() if outlet.connections)
+        return frozenset(self._in_use)
 
     @property
     def slow_to(self) -> tuple[PeerId, ...]:
         """To whom this peer sends at less than a quarter of the speed to another one. From one thread only."""
-        rates = {peer: self._speed.of(outlet.connections) for peer, outlet in self._ways_out().items()}
-        best = max(rates.values(), default=0.0)
-        return tuple(sorted(peer for peer, rate in rates.items() if 4 * rate < best))
+        return tuple(sorted(self._speed.slow_to(self._in_use)))
 
     def forget(self, number: bytes, kind: Kind | None = None) -> None:
         """That round, or download, is over: what still waits of it, or of one kind, is not sent any more."""

@@ -2,16 +2,20 @@
 
 Linux counts, for every connection, the bytes that the other end has confirmed and the time in which something waited to
 be sent. Of a short message that is the way there and back: only times in which much is sent say how fast a line is.
-Connections that send at the same time share the line: their speeds add up to its own.
+Connections to several peers share the line: it has sent what all of them have, in the time in which any of them was
+busy. But what goes to one of several only, or to such as are known to be slow, waits for their lines.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
+
+Peer = TypeVar("Peer")
 
 #: bytes per second from which on lines are taken for equally fast; also of those of which nothing is known
 FAST = 50e6
@@ -19,8 +23,10 @@ FAST = 50e6
 LEAST_BYTES, LEAST_S, LEAST_IN_IT = 1 << 20, 1.0, 1 << 16
 #: messages between two looks have less
 MUCH_BYTES = 1 << 14
-#: weight of the newest measurement
-SMOOTHING = 0.5
+#: what was seen in so many busy seconds counts as much as all before
+HALF_S = 2.0
+#: the line of a peer to which so many times less is sent than to another one is the reason
+SLOWER = 4
 #: of struct tcp_info (linux/tcp.h): bytes confirmed; microseconds with something to send; those of them in which the
 #: other end had no room; bytes that the kernel has not sent yet
 _ACKED, _BUSY, _NO_ROOM, _BYTES, _UNSENT = 120, 168, 176, 184, 144
@@ -44,34 +50,70 @@ class Speed:
 
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[socket.socket, Sent] = WeakKeyDictionary()
-        #: of what was much, since the last measurement
-        self._much: WeakKeyDictionary[socket.socket, Sent] = WeakKeyDictionary()
-        self._rates: WeakKeyDictionary[socket.socket, float] = WeakKeyDictionary()
+        self._meters: WeakKeyDictionary[socket.socket, _Meter] = WeakKeyDictionary()
+        #: of what goes to several peers at a time
+        self._line = _Meter()
 
-    def of(self, connections: Iterable[socket.socket]) -> float:
-        """Bytes per second, at most :data:`FAST`, of a line with these connections to send on."""
-        return min(sum(self._rates.get(sock, 0.0) for sock in connections), FAST) or FAST
+    def of_line(self, peers: Iterable[Collection[socket.socket]]) -> float:
+        """Bytes per second, at most :data:`FAST`, that can be sent to peers with these connections together."""
+        quickest = max((self._known(connections) for connections in peers), default=0.0)
+        return min(max(self._line.rate, quickest), FAST) or FAST
 
-    def look(self, connections: Iterable[socket.socket]) -> None:
-        """What was sent since the last time; to be called several times a second."""
+    def to(self, connections: Collection[socket.socket]) -> float:
+        """Bytes per second, at most :data:`FAST`, to the peer with these connections."""
+        return min(self._known(connections), FAST) or FAST
+
+    def slow_to(self, peers: Mapping[Peer, Collection[socket.socket]]) -> list[Peer]:
+        """Those of the peers with these connections to whom much less is sent than to another one."""
+        rates = {peer: self.to(connections) for peer, connections in peers.items()}
+        quickest = max(rates.values(), default=0.0)
+        return [peer for peer, rate in rates.items() if SLOWER * rate < quickest]
+
+    def look(self, peers: Iterable[Collection[socket.socket]]) -> None:
+        """What was sent to peers with these connections since the last time; to be called several times a second."""
+        ways = [(self._passed(connections), self._known(connections)) for connections in peers]
+        busy_s = max((passed.busy_s for passed, _ in ways), default=0.0)
+        if not busy_s:
+            return
+        quickest = max(rate for _, rate in ways)
+        together = [rate for passed, rate in ways if 2 * passed.busy_s >= busy_s]
+        if len(ways) == 1 or (len(together) > 1 and any(not 0.0 < SLOWER * rate < quickest for rate in together)):
+            self._line.add(sum(passed.arrived for passed, _ in ways), busy_s)
+
+    def _known(self, connections: Iterable[socket.socket]) -> float:
+        """The rate to the peer with these; 0 as long as too little was sent."""
+        return sum(meter.rate for sock in connections if (meter := self._meters.get(sock)))
+
+    def _passed(self, connections: Iterable[socket.socket]) -> Sent:
+        """What went over them since the last time, as far as it was much."""
+        count, longest_s = 0, 0.0
         for sock in connections:
-            self._look(sock)
+            if (now := sent(sock)) is None:
+                continue
+            before, self._seen[sock] = self._seen.get(sock, Sent(0, 0.0)), now
+            arrived, busy_s = now.arrived - before.arrived, now.busy_s - before.busy_s
+            if before.waits or now.waits or arrived >= MUCH_BYTES:
+                self._meters.setdefault(sock, _Meter()).add(arrived, busy_s)
+                count, longest_s = count + arrived, max(longest_s, busy_s)
+        return Sent(count, longest_s)
 
-    def _look(self, sock: socket.socket) -> None:
-        now = sent(sock)
-        if now is None:
-            return
-        before, self._seen[sock] = self._seen.get(sock, Sent(0, 0.0)), now
-        if not (before.waits or now.waits or now.arrived - before.arrived >= MUCH_BYTES):
-            return
-        much = self._much.get(sock, Sent(0, 0.0))
-        count, busy_s = much.arrived + now.arrived - before.arrived, much.busy_s + now.busy_s - before.busy_s
-        if count >= LEAST_BYTES or (count >= LEAST_IN_IT and busy_s >= LEAST_S):
-            rate = count / max(busy_s, 1e-3)
-            known = self._rates.get(sock, rate)
-            self._rates[sock] = known + SMOOTHING * (rate - known)
-            count, busy_s = 0, 0.0
-        self._much[sock] = Sent(count, busy_s)
+
+class _Meter:
+    """The rate at which something is sent; what was seen last counts most."""
+
+    def __init__(self) -> None:
+        self._count, self._busy_s = 0.0, 0.0
+        self._knows = False
+
+    def add(self, count: float, busy_s: float) -> None:
+        keep = 0.5 ** (busy_s / HALF_S) if self._knows else 1.0
+        self._count, self._busy_s = keep * self._count + count, keep * self._busy_s + busy_s
+        self._knows |= self._count >= LEAST_BYTES or (self._count >= LEAST_IN_IT and self._busy_s >= LEAST_S)
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second; 0 as long as too little was sent."""
+        return self._count / max(self._busy_s, 1e-3) if self._knows else 0.0
 
 
 def sent(sock: socket.socket) -> Sent | None:
