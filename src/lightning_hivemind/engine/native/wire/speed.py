@@ -12,10 +12,9 @@ import socket
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-Peer = TypeVar("Peer")
+from lightning_hivemind.engine.native.wire.sink import PeerId
 
 #: bytes per second from which on lines are taken for equally fast; also of those of which nothing is known
 FAST = 50e6
@@ -63,7 +62,7 @@ class Speed:
         """Bytes per second, at most :data:`FAST`, to the peer with these connections."""
         return min(self._known(connections), FAST) or FAST
 
-    def slow_to(self, peers: Mapping[Peer, Collection[socket.socket]]) -> list[Peer]:
+    def slow_to(self, peers: Mapping[PeerId, Collection[socket.socket]]) -> list[PeerId]:
         """Those of the peers with these connections to whom much less is sent than to another one."""
         rates = {peer: self.to(connections) for peer, connections in peers.items()}
         quickest = max(rates.values(), default=0.0)
