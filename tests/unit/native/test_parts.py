@@ -91,7 +91,10 @@ def built(me: str, arguments: Arguments) -> Parts:
 
 def sockets_of(links: Links) -> list[socket.socket]:
     """What it reads and what it writes."""
-    return [*(one.sock for one in links._inlets if one.peer), *links._connections]
+    return [
+        *(one.sock for one in links._inlets if one.peer),
+        *(out for found in links._in_use.values() for out in found),
+    ]
 
 
 @pytest.mark.parametrize("insecure_lan", [None, False, True])
