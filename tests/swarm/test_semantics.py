@@ -92,7 +92,7 @@ SWAPS = """[type("Swaps", (pl.Callback,), {
 })()]"""
 
 
-@pytest.mark.above_engines
+@ANY_ENGINE
 def test_what_a_callback_puts_into_the_model_to_validate_it_is_given_to_nobody(swarm: Swarm) -> None:
     limits = {"max_steps": 4, "val_check_interval": 4, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
     peer = alone(swarm, trainer=limits, trainer_code={"callbacks": SWAPS})
