@@ -264,7 +264,7 @@ def test_unlike_hardware_is_told_and_takes_a_state_at_comparisons_only(swarm: Sw
     loaded = other.said("StateLoaded")[at_start:]
     told, missed = other.said("ParametersDiffered"), other.said("RoundMissed")
     assert all("another kind" in one["reason"] for one in told)
-    assert len(loaded) <= len(told) + len(missed), "it takes states between comparisons, too"
+    assert len(loaded) <= len(told) + min(2, len(missed)), "it takes states between comparisons, too"
     assert all(one["epoch"] % every == 0 for one in told)
     for peer in (peers[0], peers[2]):
         assert not peer.said("ParametersDiffered")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hivemind.engine.native import agreement
 from lightning_hivemind.engine.native.agreement import REMEMBERED, Agreement, Difference, digest_of_tensors, kind_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
 
@@ -41,6 +42,19 @@ def test_who_differs_from_most_is_told_once() -> None:
     assert [peer.difference() for peer in peers.values()] == [None] * 4
     assert compare(peers, 4, 1.0, 1.0, 1.0, 1.0) == [None] * 4
     assert compare(peers, 6, 1.0, 1.0, 1.0, 3.0)[3] == Difference(6, frozenset({"p0", "p1", "p2"}), like=True)
+
+
+def test_unlike_peers_train_for_longer_than_they_take_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: now)
+    peers = swarm("cpu", "cpu", "gpu", "cpu")
+    assert compare(peers, 2, 1.0, 1.0, 2.0, 3.0)[2:] != [None, None]
+    for one in peers.values():
+        one.took(6.0)
+    now += 60.0
+    assert compare(peers, 4, 1.0, 1.0, 2.0, 3.0)[2:] == [None, Difference(4, frozenset({"p0", "p1"}), like=True)]
+    now += 61.0
+    assert compare(peers, 6, 1.0, 1.0, 2.0, 1.0)[2] == Difference(6, frozenset({"p0", "p1", "p3"}), like=False)
 
 
 def test_who_has_left_does_not_judge() -> None:

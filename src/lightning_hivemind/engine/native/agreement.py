@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ REMEMBERED = 32
 PUBLISHED = 8
 DIGEST_BYTES = 16
 MAX_KIND = 100
+#: unlike peers train for so many times as long as a state takes to come before they take the next one
+REST = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Agreement:
         self._found: dict[tuple[int, bytes], dict[PeerId, bytes]] = {}
         self._kinds: dict[PeerId, str] = {me: kind}
         self._judged: set[tuple[int, bytes]] = set()
+        #: until when unlike peers need not be equal
+        self._rests_until = 0.0
 
     def due(self, head: Head) -> bool:
         """Whether parameters are compared at ``head``, and were not noted."""
@@ -93,7 +98,7 @@ class Agreement:
             self._kinds = {peer: kind for peer, kind in self._kinds.items() if peer in peers or peer == self._me}
 
     def difference(self) -> Difference | None:
-        """That this peer's parameters are not what most have; told once.
+        """That this peer's parameters are not what most have; told once. Of unlike peers: not soon after :meth:`took`.
 
         Most: more than half of the peers that are known, or, where all have spoken, more than any others; between
         equals the smaller digest is right.
@@ -112,8 +117,14 @@ class Agreement:
                     return None
                 self._judged.add(place)
                 peers = frozenset(peer for peer, digest in digests.items() if digest == right)
-                return Difference(place[0], peers, any(self._kinds.get(peer) == self._kind for peer in peers))
+                like = any(self._kinds.get(peer) == self._kind for peer in peers)
+                return Difference(place[0], peers, like) if like or time.monotonic() >= self._rests_until else None
         return None
+
+    def took(self, seconds: float) -> None:
+        """It took so long to get the parameters of the others: they shall not be all that goes over a slow line."""
+        with self._lock:
+            self._rests_until = time.monotonic() + REST * seconds
 
     def _take(self, peer: PeerId, place: tuple[int, bytes], digest: bytes) -> None:
         self._found.setdefault(place, {})[peer] = digest

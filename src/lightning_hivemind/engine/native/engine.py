@@ -296,7 +296,9 @@ class NativeEngine:
             return
         self._reports.differed(found)
         self._running().handover.owe()
+        began = time.monotonic()
         self._head = self._catching_up.run(self._head, found.peers)
+        self._agreement.took(time.monotonic() - began)
 
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; called from the donor's thread."""
