@@ -6,19 +6,15 @@ is reported once and removed. Events are frozen and hold plain values only, so t
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 log = logging.getLogger("lightning_hivemind")
 
-PROGRESS_EVERY_S = 30.0
 LEFT_BEHIND = "they are of a state that this peer leaves for the swarm's"
 
 
@@ -254,6 +250,25 @@ class StateUnavailable(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FallingBehind(Event):
+    """With ``engine="native"``: of ``states`` states in a row none was of use: averages come more slowly than steps do.
+
+    For ``duration_s`` now the swarm has gone on from each while it came, or this peer has missed one of the next steps.
+    It tries again, and contributes nothing as long as that is so.
+    """
+
+    level: ClassVar[int] = logging.WARNING
+    sentence: ClassVar[str] = (
+        "global step {epoch}: not in step for {duration_s:.0f} s: {states} states of the swarm were of no use, because"
+        " averages come more slowly over this peer's line than the swarm makes steps. It contributes nothing;"
+        " compression, a larger target_batch_size or local updates need less of a line"
+    )
+    epoch: int
+    states: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParametersDiffered(Event):
     """With ``engine="native"``: at global step ``epoch`` this peer's parameters were not those of ``num_peers`` others.
 
@@ -343,50 +358,3 @@ class EventBus:
         with self._lock:
             if subscriber in self._subscribers:
                 self._subscribers.remove(subscriber)
-
-
-def make_log_visible() -> None:
-    """Show this package's INFO lines on standard error, unless the script has set up logging itself."""
-    if not log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[swarm] %(message)s"))
-        log.addHandler(handler)
-        log.propagate = False
-    if log.level == logging.NOTSET:
-        log.setLevel(logging.INFO)
-
-
-class LogSubscriber:
-    """Writes events to the ``lightning_hivemind`` logger; with ``verbose`` even the small ones at INFO.
-
-    Without it one global step in 30 s is written, so that one sees how the run goes.
-    """
-
-    def __init__(self, *, verbose: bool) -> None:
-        self._least = logging.INFO if verbose else logging.DEBUG
-        self._dropped = 0
-        self._next_progress = -math.inf
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, BatchDropped):
-            self._dropped += 1
-            if self._dropped & (self._dropped - 1):
-                return  # said at the 1st, 2nd, 4th, 8th ... only; every one is an event for other subscribers
-        log.log(max(self._level(event), self._least), event.describe())
-
-    def _level(self, event: Event) -> int:
-        if isinstance(event, EpochCommitted) and time.monotonic() >= self._next_progress:
-            self._next_progress = time.monotonic() + PROGRESS_EVERY_S
-            return logging.INFO
-        return event.level
-
-
-class JsonLinesSubscriber:
-    """Appends each event as one line of JSON to a file, flushed at once (a killed peer's last line is whole)."""
-
-    def __init__(self, path: str | Path) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - lives as long as the peer
-
-    def __call__(self, event: Event) -> None:
-        self._file.write(json.dumps(event.as_dict()) + "\n")

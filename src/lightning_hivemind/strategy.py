@@ -16,9 +16,10 @@ import torch
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.events import BatchDropped, EventBus, JsonLinesSubscriber, LogSubscriber, make_log_visible
+from lightning_hivemind.events import BatchDropped, EventBus
 from lightning_hivemind.lightning_twins import Twinned, accept_everywhere, package_of, twin_of
 from lightning_hivemind.platform import require_hivemind
+from lightning_hivemind.subscribers import JsonLinesSubscriber, LogSubscriber, make_log_visible
 from lightning_hivemind.training.samples import count_samples
 from lightning_hivemind.training.session import TrainingSession
 

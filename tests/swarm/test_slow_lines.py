@@ -97,11 +97,12 @@ def test_who_receives_slowly_is_not_waited_for_and_in_step_all_the_same(swarm: S
         assert not slow.said("StateLoaded")[1:], "it has every average"
 
 
-def test_a_line_that_does_not_carry_an_average_per_step_costs_the_others_nothing_either(swarm: Swarm) -> None:
+def test_a_line_that_does_not_carry_an_average_per_step_costs_the_others_nothing_and_says_so(swarm: Swarm) -> None:
     """An average takes 3.5 s, a step one: nobody can be in step over it."""
     with homes(3, 1000.0, downlinks={2: 3.0}) as spaces:
         peers = swarm.start(3, peers=[{"network": space.name} for space in spaces], **RUN)
-        first, second, _ = peers
+        first, second, slow = peers
+        slow.wait_until(lambda: bool(slow.said("FallingBehind")), timeout_s=120, what="it is told so")
         first.wait_until(lambda: len(first.commits) >= 20, timeout_s=120, what="20 steps")
         assert_not_waited_for(first, 3.0, 10)
         assert_equal([first, second], [one["epoch"] for one in first.said("EpochCommitted")][1:-2])

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lightning_hivemind import events
+from lightning_hivemind import events, subscribers
 
 
 def committed(epoch: int) -> events.EpochCommitted:
@@ -18,12 +18,12 @@ def test_a_global_step_is_written_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, verbose: bool, said: list[int]
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(events.time, "monotonic", lambda: now)
-    monkeypatch.setattr(events.log, "propagate", True)
-    subscriber = events.LogSubscriber(verbose=verbose)
+    monkeypatch.setattr(subscribers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(subscribers.log, "propagate", True)
+    subscriber = subscribers.LogSubscriber(verbose=verbose)
     with caplog.at_level(logging.INFO, logger="lightning_hivemind"):
         subscriber(committed(1))
         subscriber(committed(2))
-        now += events.PROGRESS_EVERY_S
+        now += subscribers.PROGRESS_EVERY_S
         subscriber(committed(3))
     assert [text.split(":")[0] for text in caplog.messages] == [f"global step {epoch}" for epoch in said]

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from lightning_hivemind import events
+from lightning_hivemind.subscribers import JsonLinesSubscriber
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -178,7 +179,7 @@ def test_view_follows_a_peer_through_its_events(monkeypatch: pytest.MonkeyPatch,
     view.refresh()
     assert view.state == "starting"
     bus = events.EventBus()
-    bus.subscribe(events.JsonLinesSubscriber(tmp_path / "events.jsonl"))
+    bus.subscribe(JsonLinesSubscriber(tmp_path / "events.jsonl"))
     steps: list[tuple[events.Event, Callable[[], bool]]] = [
         (
             events.PeerStarted(peer_id="p", addresses=["/a", "/b"], run_id="r", duration_s=1.0),

@@ -23,7 +23,7 @@ ROWS = [
     {"_version"},
     {"errors"},
     {"events", "lightning_twins", "platform"},
-    {"codecs", "network"},
+    {"codecs", "network", "subscribers"},
     {"arguments"},  # above network: it hands out the settings that network declares
     {"engine"},
     {"training"},

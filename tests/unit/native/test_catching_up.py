@@ -16,7 +16,7 @@ from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import MisfitError
 from lightning_hivemind.engine.native.trail import Undone
 from lightning_hivemind.errors import StateError
-from lightning_hivemind.events import Event, EventBus, StateUnavailable, StepsUndone, Waiting
+from lightning_hivemind.events import Event, EventBus, FallingBehind, StateUnavailable, StepsUndone, Waiting
 
 
 def head(samples: int, lineage: bytes = b"x") -> Head:
@@ -54,7 +54,7 @@ class Scene:
             leads_on=lambda head: True,
             take_decided=lambda: DECIDED,
         )
-        downloads = SimpleNamespace(fetch=self.fetch, share=0.5, memory=StateMemory())
+        self.downloads = downloads = SimpleNamespace(fetch=self.fetch, share=0.5, memory=StateMemory(), overtaken=0)
         arguments = SimpleNamespace(load_state_timeout=600.0, auxiliary=auxiliary, client_mode=False)
         bus = EventBus()
         bus.subscribe(self.events.append)
@@ -98,7 +98,7 @@ class Scene:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PAUSE_S", "NO_NEWS_S", "REPORT_S"):
+    for name in ("PAUSE_S", "NO_NEWS_S", "REPORT_S", "LONG_S"):
         monkeypatch.setattr(catching_up, name, 0.0)
 
 
@@ -135,6 +135,39 @@ def test_why_no_state_comes_is_said_once_and_less_and_less_often(monkeypatch: py
     scene.peer.run(HERE)
     *again, _ = [event for event in scene.events[before:] if isinstance(event, StateUnavailable)]
     assert len(again) >= 2, "of another state that it waits for it is said anew"
+
+
+@pytest.mark.parametrize(("makes", "told"), [(0, [3, 6]), (2, [3, 6]), (3, [])])
+def test_who_takes_one_state_after_another_is_told_that_its_line_is_too_slow(makes: int, told: list[int]) -> None:
+    """``makes``: the steps that it makes between two states."""
+    scene, here = Scene({"a": GOAL}), HERE
+    for number in range(11):
+        scene.offers["a"] = scene.goal = scene.status.head = head(1600 + 320 * number)
+        scene.peer.run(here)
+        here = head(scene.goal.samples + 32 * makes)
+    assert [event.states for event in scene.events if isinstance(event, FallingBehind)] == told
+
+
+def test_who_never_gets_a_state_because_the_swarm_goes_on_meanwhile_is_told_so_too() -> None:
+    scene = Scene({"a": GOAL})
+
+    def fetch(asks: Callable[[], list[str]], read: Callable[[Any], Any], _: float, stops: Any, **__: Any) -> Any:
+        for _ in range(5):
+            scene.downloads.overtaken += 1
+            stops()
+        return scene.fetch(asks, read, 0.0, stops)
+
+    scene.downloads.fetch = fetch
+    scene.peer.run(HERE)
+    (told,) = [event for event in scene.events if isinstance(event, FallingBehind)]
+    assert (told.states, told.epoch) == (3, HERE.epoch)
+
+
+def test_a_state_that_is_taken_to_be_equal_again_says_nothing_of_the_line() -> None:
+    scene = Scene({"a": GOAL, "b": GOAL})
+    for _ in range(5):
+        scene.peer.run(HERE, preferred={"a"})
+    assert not [event for event in scene.events if isinstance(event, FallingBehind)]
 
 
 def test_whoever_has_it_is_asked_in_the_end_however_many_have_not() -> None:

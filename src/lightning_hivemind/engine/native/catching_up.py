@@ -18,7 +18,7 @@ from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import StateError
-from lightning_hivemind.events import EventBus, StateLoaded, StateUnavailable, StepsUndone, Waiting
+from lightning_hivemind.events import EventBus, FallingBehind, StateLoaded, StateUnavailable, StepsUndone, Waiting
 
 REPORT_S = 5.0
 PAUSE_S = 0.5
@@ -30,6 +30,8 @@ NOWHERE_S = 3.0
 UNSEEN_S = 3.0
 #: before donors that are no further than this peer are asked again; doubled up to PAUSE_S
 NO_NEWS_S = 0.05
+#: a state was no use that fewer steps followed; so many in a row, in so long, are told, then twice as many, and so on
+STEPS_OF_USE, IN_A_ROW, LONG_S = 3, 3, 10.0
 
 
 class CatchingUp:
@@ -58,6 +60,9 @@ class CatchingUp:
         #: since when this peer has waited for a state, and when that was said last
         self._since: float | None = None
         self._said = math.inf
+        #: states in a row that were no use, since when, how many are told; how many were overtaken before that
+        self._no_use, self._no_use_since, self._told_of, self._overtaken = 0, 0.0, IN_A_ROW, 0
+        self._needed_at = Head.nowhere()
         #: where it will stand that has not begun to take part in rounds
         self._joins: Head | None = None
         #: why there was none, when to say so again if it is still so, and after how long
@@ -101,6 +106,8 @@ class CatchingUp:
         problem, misfits = "no peer shares its state (who validates with averaged weights does so afterwards)", False
         tried = self._since is not None
         if self._since is None:
+            if not preferred:
+                self._needs_another(head, began)
             self._since = self._said = began
             self._problem = ""  # (what was wrong with an earlier one is said again)
         while not self._stops():
@@ -152,6 +159,24 @@ class CatchingUp:
             time.sleep(self._no_news_s)
             self._no_news_s = min(2 * self._no_news_s, PAUSE_S)
 
+    def _needs_another(self, head: Head, now: float) -> None:
+        """Who stands at ``head`` has missed a step. Was the last state of any use?"""
+        self._needed_at = head
+        made = math.inf if self._fetched is None else head.epoch - self._fetched[0].epoch
+        if 0 <= made < STEPS_OF_USE:
+            self._no_use += 1
+        else:
+            self._no_use, self._no_use_since, self._told_of = 0, now, IN_A_ROW
+            self._overtaken = self._parts.downloads.overtaken
+
+    def _tell_of_line(self, now: float) -> None:
+        """Say so if state after state is no use, once it was here or before."""
+        states = self._no_use + self._parts.downloads.overtaken - self._overtaken
+        lasts_s = now - self._no_use_since
+        if states >= self._told_of and lasts_s >= LONG_S:
+            self._told_of = 2 * states
+            self._events.emit(FallingBehind(epoch=self._needed_at.epoch, states=states, duration_s=lasts_s))
+
     def _say(self, head: Head, problem: str) -> None:
         """Why no state has come: once, and less and less often as long as it is the same."""
         now = time.monotonic()
@@ -190,6 +215,7 @@ class CatchingUp:
         Who joins is a member of rounds after a while, whatever its donors wait for.
         """
         now, unseen_s = time.monotonic(), self._look()
+        self._tell_of_line(now)
         if self._since is not None and unseen_s > UNSEEN_S:
             self._since += unseen_s  # what it stood still for is no time in which it waited
         if self._since is not None and now - self._since >= NOWHERE_S:

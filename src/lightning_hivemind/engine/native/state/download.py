@@ -70,6 +70,8 @@ class Downloads:
         self._attempt: Attempt | None = None
         self._memory = Memory(kept_bytes=MOST_UNCHECKED * RANGE_BYTES)
         self.memory = memory
+        #: how often the swarm, or all who had it, have gone on from a state while it was being fetched
+        self.overtaken = 0
 
     # ------------------------------------------------------------------ the training thread
 
@@ -113,6 +115,7 @@ class Downloads:
                 with self._changed:
                     self._attempt = None
                 self._release(attempt)
+            self.overtaken += 1
             log.info("the swarm has gone on from the state that was being fetched: asking for a newer one")
 
     def _choose(
@@ -184,6 +187,7 @@ class Downloads:
             comes = self._ask_for_ranges(attempt, chosen, now)
             stuck = math.inf if comes else min(stuck, now)  # who had what is missing has gone, but others may have it
             hopeless = now - stuck > self._silence_s or not (comes or attempt.asked or attempt.spare)
+            self.overtaken += hopeless
             if hopeless or now >= deadline or should_abort():
                 gone = "the peers that sent their state went on, or left, before it was here."
                 raise attempt.problem or StateError(gone)
