@@ -3,9 +3,10 @@
     PYTHONPATH=tests python benchmarks/lines.py    # half an hour; writes benchmarks/results/lines.md
 
 Two network namespaces, and a process that carries their packets, with a delay, a width and losses (``swarm.line``): the
-TCP in between is the kernel's own. 25 frames of 1 MiB go one way, three times; the last time counts. Contenders: one
-connection with cubic, as many as :mod:`lightning_hivemind.engine.native.wire.lanes` opens with cubic, and BBR. (With
-reno, where the system allows cubic to no namespace but its own.)
+TCP in between is the kernel's own. 25 frames of 1 MiB (100 on a wide line) go one way, three times; the last time
+counts. Contenders: one connection with cubic, as many as :mod:`lightning_hivemind.engine.native.wire.lanes` opens with
+cubic, and BBR, with which it opens more where the kernel's buffers are full. (With reno, where the system allows cubic
+to no namespace but its own.)
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from swarm.namespaces import Namespace
 from swarm.town import Town
 
 FRAME_BYTES, FRAMES, BURSTS = 1 << 20, 25, 3
+#: on a wide line one frame for each of these megabits per second
+WIDE = 4.0
 LIMIT_S = 120.0
 #: round trip in seconds, megabits per second, share of packets that are lost
-LINES = [(0.1, 100.0, 0.001), (0.05, 50.0, 0.001), (0.04, 20.0, 0.0005), (0.1, 100.0, 0.0)]
+LINES = [(0.1, 100.0, 0.001), (0.05, 50.0, 0.001), (0.04, 20.0, 0.0005), (0.1, 100.0, 0.0), (0.1, 400.0, 0.0)]
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text(encoding="ascii").split()
 BY_LOSS = "cubic" if "cubic" in ALLOWED else "reno"
 ONE, LANES, BBR = f"{BY_LOSS}, one connection", f"{BY_LOSS}, several", "BBR"
@@ -59,7 +62,7 @@ class Counter:
         raise RuntimeError(f"{peer} was lost: {reason}")
 
 
-def send(spaces: tuple[Namespace, Namespace], contender: str, result: Connection) -> None:
+def send(spaces: tuple[Namespace, Namespace], contender: str, frames: int, result: Connection) -> None:
     """In a process of its own: megabits per second of the last burst, and how many connections there are then."""
     if contender != BBR:
         del socket.TCP_CONGESTION  # so that `tune` asks for nothing
@@ -74,12 +77,12 @@ def send(spaces: tuple[Namespace, Namespace], contender: str, result: Connection
     data, rate = os.urandom(FRAME_BYTES), 0.0
     for burst in range(1, BURSTS + 1):
         began = time.monotonic()
-        for number_of in range(FRAMES):
-            header = Header(kind=Kind.INPUT, chunk=FRAMES * burst + number_of, length=FRAME_BYTES)
+        for number_of in range(frames):
+            header = Header(kind=Kind.INPUT, chunk=frames * burst + number_of, length=FRAME_BYTES)
             links.send("there", header, (data,))
-        while counter.frames < FRAMES * burst and time.monotonic() < began + LIMIT_S:
+        while counter.frames < frames * burst and time.monotonic() < began + LIMIT_S:
             time.sleep(0.005)
-        arrived = counter.frames - FRAMES * (burst - 1)
+        arrived = counter.frames - frames * (burst - 1)
         rate = arrived * FRAME_BYTES * 8 / 1e6 / (time.monotonic() - began)
     result.send((rate, len(links._outlets["there"].connections)))
     os._exit(0)
@@ -100,7 +103,10 @@ def _enter(space: Namespace, contender: str) -> None:
 def turn(rtt_s: float, mbit_s: float, loss: float, contender: str) -> tuple[float, int]:
     with line(rtt_s=rtt_s, mbit_s=mbit_s, loss=loss) as spaces:
         mine, theirs = multiprocessing.Pipe(duplex=False)
-        process: Any = multiprocessing.get_context("spawn").Process(target=send, args=(spaces, contender, theirs))
+        frames = max(FRAMES, int(mbit_s / WIDE))
+        process: Any = multiprocessing.get_context("spawn").Process(
+            target=send, args=(spaces, contender, frames, theirs)
+        )
         process.start()
         theirs.close()  # else its death would not end the wait
         found: tuple[float, int] = mine.recv()

@@ -266,17 +266,18 @@ def test_a_chunk_that_waits_is_not_sent_twice_and_not_at_all_once_its_round_is_o
     wait_for(lambda: len(slow.frames) == 5, "it once more")
 
 
-@pytest.fixture(params=[0.001])
+@pytest.fixture(params=[{"lost": 0.001}])
 def long_line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 ms, on which such a share of packets is lost."""
-    packets = itertools.count(0, 100_000)
+    """Of 100 ms, on which such a share of packets is lost, and the kernel's buffers are ``full`` for such a share."""
+    packets, is_ = itertools.count(0, 100_000), {"lost": 0.0, "full": 0.0, "bbr": False, **request.param}
 
     def line_of(sock: socket.socket) -> Line:
         sent = next(packets)
-        return Line(round_trip_s=0.1, answer_s=0.1, packets=sent, lost=int(request.param * sent))
+        lost, full_s = int(is_["lost"] * sent), is_["full"] * sent
+        return Line(round_trip_s=0.1, answer_s=0.1, packets=sent, lost=lost, busy_s=1.0 * sent, full_s=full_s)
 
     monkeypatch.setattr(lanes, "line_of", line_of)
-    monkeypatch.setattr(lanes, "has_bbr", lambda sock: False)
+    monkeypatch.setattr(lanes, "has_bbr", lambda sock: is_["bbr"])
     monkeypatch.setattr(lanes, "AGAIN_S", 0.1)
     monkeypatch.setattr(lanes, "BROKEN_S", 0.1)
 
@@ -311,6 +312,14 @@ def send_until(town: City, condition: Callable[[list[socket.socket]], bool], *, 
 
 
 @pytest.mark.usefixtures("long_line")
+@pytest.mark.parametrize("long_line", [{"full": 0.6, "bbr": True}, {"full": 0.6}], indirect=True, ids=str)
+def test_a_long_line_that_is_wider_than_the_kernel_s_buffers_gets_more_connections(town: City) -> None:
+    town.settle("first")
+    town.settle("second")
+    send_until(town, lambda connections: len(connections) == lanes.MOST)
+
+
+@pytest.mark.usefixtures("long_line")
 @pytest.mark.parametrize("dialled", [True, False])
 def test_a_long_line_gets_more_connections_and_everything_comes_once(town: City, dialled: bool) -> None:
     town.settle("first")
@@ -340,7 +349,9 @@ def test_many_peers_share_the_line_already() -> None:
 
 
 @pytest.mark.usefixtures("long_line")
-@pytest.mark.parametrize("long_line", [0.0, 1e-4], indirect=True)
+@pytest.mark.parametrize(
+    "long_line", [{}, {"lost": 1e-4}, {"lost": 0.001, "bbr": True}, {"full": 0.4}], indirect=True, ids=str
+)
 def test_one_connection_fills_a_long_line_that_loses_nothing(town: City) -> None:
     stays_alone(town)
 

@@ -1,9 +1,10 @@
-"""More connections to one peer, where the line to it is long and loses packets.
+"""More connections to one peer, where the line to it is long, and loses packets or is wider than the kernel's buffers.
 
 A connection takes a packet that is lost for a sign that the line is full, and slows down; how soon it is as fast as
 before depends on how long an answer takes. So a long line on which a packet in a thousand is lost is nearly empty,
-unless several connections share it. (With BBR, which a kernel may not have, one fills it.) Where nothing is lost
-several are slower than one, as each has to find out how fast it may be.
+unless several connections share it. (With BBR, which a kernel may not have, one fills it.) And no more is under way
+than the buffers of both ends hold: of a usual 4 MiB that is 24 MB/s where an answer takes 0.1 s, with BBR, too. Where
+neither is so several are slower than one, as each has to find out how fast it may be.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ log = logging.getLogger("lightning_hivemind")
 STEP_S, MOST = 0.010, 8
 #: share of packets that is many, of how many it is judged, how often in a row: a full line loses some, too
 LOSSY, PACKETS, IN_A_ROW = 3e-4, 2000, 3
+#: the kernel's buffers hold more than that, if not as much as a long and wide line
+BUFFERS_BYTES = 1 << 20
 #: between two looks at the line, or attempts to connect
 AGAIN_S = 1.0
 #: after one that broke, or could not be made
@@ -50,7 +53,7 @@ class Lanes:
         #: as of the last judgement, and how many in a row have found losses
         self._line: Line | None = None
         self._looked_at = 0.0
-        self._lossy = 0
+        self._bad = 0
 
     @property
     def connections(self) -> list[socket.socket]:
@@ -98,7 +101,7 @@ class Lanes:
     def _wanted(self, first: socket.socket) -> int:
         """How many connections make full use of the line that this one goes over."""
         line, before = line_of(first), self._line
-        if line is None or has_bbr(first):
+        if line is None:
             return 1
         now = time.monotonic()
         if before is None or line.packets < before.packets:  # another connection
@@ -106,9 +109,11 @@ class Lanes:
         elif (packets := line.packets - before.packets) >= PACKETS:
             rate = packets * PACKET_BYTES / max(1e-3, now - self._looked_at)
             self._line, self._looked_at = line, now
-            bad = line.lost - before.lost > LOSSY * packets and rate >= 2 * LEAST_RATE  # else it is only full
-            self._lossy = self._lossy + 1 if bad else 0
-        return useful(line.round_trip_s, self._outlets()) if self._lossy >= IN_A_ROW else 1
+            lossy = line.lost - before.lost > LOSSY * packets and rate >= 2 * LEAST_RATE  # else it is only full
+            much = rate * line.round_trip_s >= BUFFERS_BYTES  # else who reads is slow
+            full = much and 2 * (line.full_s - before.full_s) > line.busy_s - before.busy_s
+            self._bad = self._bad + 1 if full or (lossy and not has_bbr(first)) else 0
+        return useful(line.round_trip_s, self._outlets()) if self._bad >= IN_A_ROW else 1
 
 
 def useful(round_trip_s: float, outlets: int) -> int:

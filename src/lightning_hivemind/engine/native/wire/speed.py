@@ -27,8 +27,8 @@ HALF_S = 2.0
 #: the line of a peer to which so many times less is sent than to another one is the reason
 SLOWER = 4
 #: of struct tcp_info (linux/tcp.h): bytes confirmed; microseconds with something to send; those of them in which the
-#: other end had no room; bytes that the kernel has not sent yet
-_ACKED, _BUSY, _NO_ROOM, _BYTES, _UNSENT = 120, 168, 176, 184, 144
+#: other end had no room, or this one none for more that was to be sent; bytes that the kernel has not sent yet
+_ACKED, _BUSY, _NO_ROOM, _NONE_HERE, _BYTES, _UNSENT = 120, 168, 176, 184, 192, 144
 #: packets sent again; the shortest round trip that was seen, in microseconds; packets with data; the usual round trip
 _LOST, _ROUND_TRIP, _PACKETS, _ANSWER = 100, 148, 156, 68
 #: milliseconds since something has arrived here
@@ -131,12 +131,17 @@ def silent_s(sock: socket.socket) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """``round_trip_s`` without what waits on the line, ``answer_s`` with it; packets sent, and those sent again."""
+    """``round_trip_s`` without what waits on the line, ``answer_s`` with it; packets sent, and those sent again.
+
+    ``busy_s`` it had something to send, and ``full_s`` of it as much was under way as the buffers of both ends hold.
+    """
 
     round_trip_s: float
     answer_s: float
     packets: int
     lost: int
+    busy_s: float = 0.0
+    full_s: float = 0.0
 
 
 def line_of(sock: socket.socket) -> Line | None:
@@ -145,7 +150,15 @@ def line_of(sock: socket.socket) -> Line | None:
         return None
     places = (_LOST, _ROUND_TRIP, _PACKETS, _ANSWER)
     lost, round_trip, packets, answer = (struct.unpack_from("=I", info, at)[0] for at in places)
-    return Line(round_trip_s=round_trip / 1e6, answer_s=answer / 1e6, packets=packets, lost=lost)
+    busy, no_room, none_here = (struct.unpack_from("=Q", info, at)[0] / 1e6 for at in (_BUSY, _NO_ROOM, _NONE_HERE))
+    return Line(
+        round_trip_s=round_trip / 1e6,
+        answer_s=answer / 1e6,
+        packets=packets,
+        lost=lost,
+        busy_s=busy,
+        full_s=no_room + none_here,
+    )
 
 
 def _tcp_info(sock: socket.socket) -> bytes | None:
