@@ -20,6 +20,7 @@ from bench_stats import markdown_table
 #: what has bars, and what runs it
 BENCHMARKS = {
     "foundation": "python benchmarks/run.py",
+    "shortest": "python benchmarks/run.py --shortest",
     "averaging": "python benchmarks/run.py --averaging 50,100 --peers 2,4",
     "forecast": 'make bench ARGS="--forecast 2,4,8"',
     "joiner": "python benchmarks/run.py --joiner 1,50",

@@ -80,6 +80,13 @@ def full_plan() -> list[list[TurnSpec]]:
     return [*steps, averaging_specs(5), averaging_specs(25)]
 
 
+def shortest_plan() -> list[list[TurnSpec]]:
+    """Of the shortest steps those with bars, in every repeat."""
+    wanted = (NATIVE, STOCK_SIZED, STOCK)
+    cases = [step_specs(peers, 0.001) for peers in (2, 3)]
+    return [[replace(spec, once=False) for spec in specs if spec.contender in wanted] for specs in cases]
+
+
 def quick_plan() -> list[list[TurnSpec]]:
     """Enough to see that everything runs; not enough to quote."""
     steps = [replace(spec, steps=8, window_s=6.0) for spec in step_specs(2, 0.2) if not spec.once]

@@ -20,7 +20,7 @@ from bench_spec import json_lines
 END_S = 60.0
 START_S = 60.0
 #: samples, and what a batch takes longer than it does where three are watched
-BATCH, BATCH_S = 4, 0.1
+BATCH, BATCH_S, TARGET = 4, 0.1, 64
 #: of undisturbed training before something happens to such, and in which it shows
 USUAL_S, AFTER_S = 6.0, 8.0
 #: of the lines of peers that have networks of their own: no limit
@@ -49,7 +49,7 @@ class Herd:
         networks: ``swarm.namespaces.Namespace`` of one peer after another; none: all talk over loopback.
     """
 
-    def __init__(self, target: int = 64, codec: str = "", networks: Sequence[Any] = ()) -> None:
+    def __init__(self, target: int = TARGET, codec: str = "", networks: Sequence[Any] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="herd-"))
         self._options = ["--target", str(target), "--codec", codec]
         self._networks = list(networks)
@@ -70,8 +70,8 @@ class Herd:
         else:
             print(f"the peers' files are in {self.folder}", file=sys.stderr)
 
-    def start(self, batch_s: float = 0.0, dies: str = "", max_staleness: int = 1) -> Peer:
-        """One more peer, which joins through those that live; its batches take that much longer.
+    def start(self, batch_s: float = 0.0, dies: str = "", max_staleness: int = 1, batch: int = BATCH) -> Peer:
+        """One more peer, which joins through those that live; its batches, of so many samples, take that much longer.
 
         ``dies``: of ``swarm.phases.MOMENTS``, at which its next round ends it; see :meth:`doom`.
         """
@@ -82,7 +82,7 @@ class Herd:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
         with open(self.folder / f"{name}.log", "wb") as log:
             options = ["--join", ",".join(known.values()), "--batch-s", str(batch_s), "--dies", dies]
-            options += ["--max-staleness", str(max_staleness), *self._options]
+            options += ["--max-staleness", str(max_staleness), "--batch", str(batch), *self._options]
             network = self._networks.pop(0) if self._networks else None
             if network is not None:
                 options += ["--address", network.address]
@@ -184,7 +184,7 @@ class Herd:
         twice = 0
         for events in told:
             me = next((one["peer_id"] for one in events if one["event"] == "PeerStarted"), "")
-            had = BATCH * sum(one["event"] == "BatchAccumulated" for one in events) + _total(events, "GradientCarried")
+            had = _total(events, "BatchAccumulated", "batch_samples") + _total(events, "GradientCarried")
             gone = _total(events, "GradientHandedOver") + _total(events, "RoundMissed", "samples_lost")
             # who was killed, or has lost the other one, has not told of all that others carry
             gone = max(gone, sum(one["samples"] for one in carried if one["peer"] == me))

@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> None:
     publish(folder / f"{name}.address", ",".join(map(str, strategy.dht.get_visible_maddrs())))
     pl.seed_everything(0)
     model = Slower(options.batch_s, width=64, layers=2, context=CONTEXT)
-    data = StdlibText(batch_size=BATCH, context=CONTEXT)
+    data = StdlibText(batch_size=options.batch, context=CONTEXT)
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -142,6 +142,7 @@ if __name__ == "__main__":
     parser.add_argument("--join", default="", help="addresses with commas")
     parser.add_argument("--batch-s", type=float, default=0.0, help="that a batch takes longer than it does")
     parser.add_argument("--target", type=int, default=64, help="samples of a global step")
+    parser.add_argument("--batch", type=int, default=BATCH, help="samples of a batch")
     parser.add_argument("--max-staleness", type=int, default=1, help="of its gradients, in steps")
     parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind, or here")
     parser.add_argument("--address", default="127.0.0.1", help="at which it listens")

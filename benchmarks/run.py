@@ -2,7 +2,8 @@
 
     python benchmarks/run.py            # as many repeats as fit into forty minutes; writes benchmarks/results/
     python benchmarks/run.py --quick    # one small repeat in under two minutes; writes nothing
-    python benchmarks/run.py --averaging 50,100 --peers 2,4    # large gradients only; writes its own results
+    python benchmarks/run.py --shortest    # the shortest steps only, and who has bars; writes its own results
+    python benchmarks/run.py --averaging 50,100 --peers 2,4    # large gradients only; likewise
     make bench ARGS="--forecast 2,4,8"    # the simulator beside real peers on limited lines (needs root); likewise
     python benchmarks/run.py --joiner 1,50    # a late joiner of a large model; likewise
     python benchmarks/run.py --averaging 50,100 --peers 2,4 --more    # and the repeats of its results so far
@@ -25,7 +26,7 @@ from bench_bars import bars_of_turns
 from bench_forecast import forecast_bars, forecast_specs, forecast_table
 from bench_joiner import Joiner, joiner_bars, joiner_table, run_joiner
 from bench_more import OtherMeasurement, both, measured_before
-from bench_plan import averaging_specs, full_plan, quick_plan
+from bench_plan import averaging_specs, full_plan, quick_plan, shortest_plan
 from bench_results import Run, report, write
 from bench_spec import TurnSpec
 from bench_stats import number, rotated
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--forecast", type=numbers, metavar="PEERS", help="only this table, of these numbers of peers")
     parser.add_argument("--joiner", type=numbers, metavar="MILLIONS", help="only this table, of models of these sizes")
+    parser.add_argument("--shortest", action="store_true", help="only the shortest steps")
     parser.add_argument("--peers", type=numbers, default=[2], help="with --averaging: numbers of peers")
     parser.add_argument(
         "--minutes", type=float, default=40.0, help="begin no repeat that would probably end later (not --joiner)"
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.averaging:
         name = "averaging"
         plan = [averaging_specs(millions, peers) for millions in options.averaging for peers in options.peers]
+    elif options.shortest:
+        name, plan = "shortest", shortest_plan()
     elif options.quick:
         plan = quick_plan()
     limit_s = 0.0 if options.quick else 60 * options.minutes

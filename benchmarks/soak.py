@@ -46,16 +46,16 @@ TOLD = ("RoundMissed", "RoundIncomplete", "StateLoaded", "StepsUndone", "Paramet
 STILL_S = 20.0
 #: over so many steps losses are averaged, and by how much they may be above those without events
 WINDOW, LOSS = 50, 1.05
-#: by how much a peer may grow in what is left of its life: its memory, and (a few for each other peer) the others
-GROWTH_MEMORY, GROWTH_COUNTS = 1.1, 1.5
+#: by how much a peer may grow in what is left of its life: its memory, and descriptors and threads
+GROWTH_MEMORY, GROWTH_COUNTS = 1.1, 1.2
 
 
 class Soak:
-    """What happens to a herd, and how large its peers were: ``(age in s, bytes, descriptors, threads)``."""
+    """What happens to a herd, and how large its peers were: ``(age in s, awake, bytes, descriptors, threads)``."""
 
     def __init__(self, herd: Herd, every_s: float, seed: int) -> None:
         self.herd, self._every_s, self._chance = herd, every_s, random.Random(seed)
-        self.sizes: dict[Peer, list[tuple[float, int, int, int]]] = defaultdict(list)
+        self.sizes: dict[Peer, list[tuple[float, int, int, int, int]]] = defaultdict(list)
         #: when (`time.time`), to whom, and what happened
         self.struck: list[tuple[float, str, str]] = []
         self._due: list[tuple[float, Peer | None]] = []
@@ -71,8 +71,9 @@ class Soak:
                 self._strike(now)
             if now >= looks:
                 looks = now + SAMPLE_S
+                awake = sum(not peer.frozen for peer in self.herd.living)
                 for peer in self.herd.living:
-                    self.sizes[peer].append((now - peer.born, *size_of(peer.process.pid)))
+                    self.sizes[peer].append((now - peer.born, awake, *size_of(peer.process.pid)))
             self.herd.watch(0.1)
 
     def _tend(self, now: float) -> None:
@@ -124,14 +125,26 @@ def size_of(pid: int) -> tuple[int, int, int]:
     )
 
 
-def growth(sizes: Sequence[tuple[float, int, int, int]]) -> list[float] | None:
-    """Of memory, descriptors and threads, from the first quarter of its settled life to the last; None if too short."""
-    settled = [counts for age, *counts in sizes if age > SETTLED_S]
+def growth(sizes: Sequence[tuple[float, int, int, int, int]]) -> list[float] | None:
+    """Of memory, descriptors and threads, from the first quarter of its settled life to the last; None if too short.
+
+    Descriptors and threads with as many other peers awake: there are some for each of them.
+    """
+    settled = [(awake, *counts) for age, awake, *counts in sizes if age > SETTLED_S]
     quarter = len(settled) // 4
     if quarter < 3:
         return None
     first, last = settled[:quarter], settled[-quarter:]
-    return [median(one[column] for one in last) / median(one[column] for one in first) for column in range(3)]
+    often = Counter(awake for awake, *_ in first) & Counter(awake for awake, *_ in last)
+    if not often:
+        return None
+    same = max(often, key=lambda awake: (often[awake], awake))
+
+    def ratio(column: int, before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]) -> float:
+        return median(one[column] for one in after) / median(one[column] for one in before)
+
+    then, now = ([one for one in part if one[0] == same] for part in (first, last))
+    return [ratio(1, first, last), *(ratio(column, then, now) for column in (2, 3))]
 
 
 def findings(soak: Soak) -> dict[str, Any]:

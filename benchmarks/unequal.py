@@ -1,10 +1,11 @@
-"""What a very slow peer, one with a slow line, and a busy machine cost the others.
+"""What a very slow peer, one with large batches, one with a slow line, and a busy machine cost the others.
 
-    python benchmarks/unequal.py    # a quarter of an hour; writes benchmarks/results/unequal.md
+    python benchmarks/unequal.py    # twenty minutes; writes benchmarks/results/unequal.md
 
-Three peers train with ``engine="native"``. First one is twenty times slower than the others, then one has a line so
-slow that it takes several steps to send a gradient (each has a network of its own then, which needs root), and then
-two processes for each core keep the machine busy.
+Three peers train with ``engine="native"``. First one is twenty times slower than the others (a batch of it takes little
+more than a step: where it takes several, ``max_staleness`` says whether it counts), then one has batches five times as
+large, then one has a line so slow that it takes several steps to send a gradient (each has a network of its own then,
+which needs root), and then two processes for each core keep the machine busy.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from bench_bars import at_most, is_so
+from bench_bars import Bar, at_most, is_so
 from bench_results import Run, report, write
 from bench_stats import markdown_table, number
-from herd import AFTER_S, BATCH, BATCH_S, LINE_MBIT_S, USUAL_S, Herd, Peer
+from herd import AFTER_S, BATCH, BATCH_S, LINE_MBIT_S, TARGET, USUAL_S, Herd, Peer
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from swarm.namespaces import homes, why_no_homes
 
 #: with a slow peer: what a batch of the others takes longer than it does, as how many of theirs its own, and the target
 QUICK_S, SLOWER, SLOW_TARGET = 0.02, 20.0, 128
+#: the batches of one that has large ones, and the steps beside it
+LARGE_BATCH, LARGE_EPOCHS = 5 * BATCH, 100
 #: of one slow line; it takes more than two steps to send a gradient, and its peer is allowed that
 SLOW_LINE_MBIT_S, SLOW_LINE_STALENESS = 1.0, 4
 #: steps that are measured without that peer, and beside it once it has shown itself slow
@@ -39,25 +43,58 @@ SLOW_LINE_EPOCHS, SETTLED_S = 30, 20.0
 STEP_S = 5.0
 
 
-def slow(epochs: int) -> tuple[float, float, int, bool]:
-    """Samples per second that two peers give alone, and beside a slow one, over so many steps each.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """Samples per second of two peers ``alone`` and ``beside`` a third one; steps with a gradient of that, or samples.
 
-    Alone before and after: the machine may have become slower. Also the steps with a gradient of the slow one, and
-    whether it is in step at the end.
+    ``member``: the third one is in step at the end. ``batch_s``: what a batch of it takes.
     """
+
+    alone: float
+    beside: float
+    gave: int
+    member: bool
+    batch_s: float
+
+    @property
+    def kept(self) -> float:
+        return self.beside / self.alone
+
+
+def slow(epochs: int) -> Beside:
+    """One that is slow. Alone before and after: the machine may have become slower."""
     with Herd(SLOW_TARGET) as herd:
         herd.gather(2, QUICK_S)
         two = list(herd.living)
         before = throughput(herd, two, epochs // 2)
-        late = herd.start(SLOWER * len(two) * BATCH / before)  # of what a batch of theirs takes, all in all
-        herd.await_steps(late, 2)
-        beside = throughput(herd, two, epochs)
-        begin = herd.steps(two[0])[-epochs]["time"]
-        commits = [one for one in herd.events(late, "EpochCommitted") if one["time"] >= begin]
-        gave = sum(one["samples"] > 0 for one in commits)
-        last, theirs = herd.steps(late)[-1], herd.digests(two[0])
-        member = last["epoch"] >= max(theirs) - 2 and theirs.get(last["epoch"]) == last["digest"]
-        return mean([before, alone_again(herd, two, late, epochs // 2)]), beside, gave, member
+        batch_s = SLOWER * len(two) * BATCH / before  # of what a batch of theirs takes, all in all
+        return beside(herd, two, herd.start(batch_s), before, batch_s, epochs)
+
+
+def large_batches(epochs: int) -> Beside:
+    """One whose batches are larger, and take longer in proportion."""
+    with Herd() as herd:
+        herd.gather(2, BATCH_S)
+        two = list(herd.living)
+        before = throughput(herd, two, epochs // 2)
+        batch_s = BATCH_S * LARGE_BATCH / BATCH
+        return beside(herd, two, herd.start(batch_s, batch=LARGE_BATCH), before, batch_s, epochs)
+
+
+def beside(herd: Herd, two: Sequence[Peer], third: Peer, before: float, batch_s: float, epochs: int) -> Beside:
+    """So many steps beside the third one, and half as many without it."""
+    herd.await_steps(third, 2)
+    beside = throughput(herd, two, epochs)
+    begin = herd.steps(two[0])[-epochs]["time"]
+    commits = [one for one in herd.events(third, "EpochCommitted") if one["time"] >= begin]
+    gave, member = sum(one["samples"] > 0 for one in commits), is_in_step(herd, third, two[0])
+    alone = mean([before, alone_again(herd, two, third, epochs // 2)])
+    return Beside(alone=alone, beside=beside, gave=gave, member=member, batch_s=batch_s)
+
+
+def is_in_step(herd: Herd, peer: Peer, other: Peer) -> bool:
+    last, theirs = herd.steps(peer)[-1], herd.digests(other)
+    return last["epoch"] >= max(theirs) - 2 and theirs.get(last["epoch"]) == last["digest"]
 
 
 def alone_again(herd: Herd, two: Sequence[Peer], third: Peer, epochs: int) -> float:
@@ -67,11 +104,11 @@ def alone_again(herd: Herd, two: Sequence[Peer], third: Peer, epochs: int) -> fl
     return throughput(herd, two, epochs)
 
 
-def slow_line(epochs: int) -> tuple[float, float, int]:
-    """Samples per second that two peers give alone, and beside one with a slow line; the samples it handed over."""
+def slow_line(epochs: int) -> Beside:
+    """One with a slow line; the samples it handed over."""
     if why := why_no_homes():
         print(f"no slow line: {why}", file=sys.stderr)
-        return math.nan, math.nan, 0
+        return Beside(alone=math.nan, beside=math.nan, gave=0, member=False, batch_s=BATCH_S)
     slower = {2: SLOW_LINE_MBIT_S}
     with homes(3, LINE_MBIT_S, slower=slower) as networks, Herd(SLOW_TARGET, networks=networks) as herd:
         herd.gather(2, BATCH_S)
@@ -82,7 +119,27 @@ def slow_line(epochs: int) -> tuple[float, float, int]:
         herd.watch(SETTLED_S)
         beside = throughput(herd, two, epochs)
         handed = sum(one["samples"] for one in herd.events(slow, "GradientHandedOver"))
-        return mean([before, alone_again(herd, two, slow, epochs // 2)]), beside, handed
+        member = is_in_step(herd, slow, two[0])
+        alone = mean([before, alone_again(herd, two, slow, epochs // 2)])
+        return Beside(alone=alone, beside=beside, gave=handed, member=member, batch_s=BATCH_S)
+
+
+def rows_of(who: str, found: Beside, target: int) -> list[list[str]]:
+    return [
+        [f"{who}: samples/s of the other two without it", number(found.alone)],
+        ["... and beside it", number(found.beside)],
+        ["... ratio", number(found.kept)],
+        ["... a step of the two, a batch of it, s", f"{number(target / found.alone)}, {number(found.batch_s)}"],
+        ["... it is in step at the end", "yes" if found.member else "no"],
+    ]
+
+
+def bars_of(who: str, found: Beside, gave: str, least: int) -> list[Bar]:
+    """``gave``: in words; ``least``: so much of it is to be."""
+    return [
+        is_so(f"{who}: what the others keep", ">= 0.9", number(found.kept), holds=found.kept >= 0.9),
+        is_so(f"{who}: gives, and is a member at the end", "yes", gave, holds=found.member and found.gave >= least),
+    ]
 
 
 def throughput(herd: Herd, peers: Sequence[Peer], epochs: int) -> float:
@@ -138,33 +195,27 @@ def main() -> int:
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/unequal.md")
     options = parser.parse_args()
     run = Run()
-    alone, beside, gave, member = slow(options.epochs)
-    line_alone, line_beside, handed = slow_line(SLOW_LINE_EPOCHS)
+    late, large, line = slow(options.epochs), large_batches(LARGE_EPOCHS), slow_line(SLOW_LINE_EPOCHS)
     steps, without, states = busy(options.rounds)
+    slower, larger = f"a peer {SLOWER:.0f} times slower", f"a peer with batches of {LARGE_BATCH}, of {BATCH} the others"
     rows = [
-        [f"a peer {SLOWER:.0f} times slower: samples/s of the other two without it", number(alone)],
-        ["... and beside it", number(beside)],
-        ["... ratio", number(beside / alone)],
-        [f"... steps with a gradient of the slow one, of {options.epochs}", str(gave)],
-        ["... it is in step at the end", "yes" if member else "no"],
-        [f"a line of {SLOW_LINE_MBIT_S:g} Mbit/s: samples/s of the other two without that peer", number(line_alone)],
-        ["... and beside it", number(line_beside)],
-        ["... ratio", number(line_beside / line_alone)],
-        ["... samples that it handed to them", str(handed)],
+        *rows_of(slower, late, SLOW_TARGET),
+        [f"... steps with a gradient of it, of {options.epochs}", str(late.gave)],
+        *rows_of(larger, large, TARGET),
+        [f"... steps with a gradient of it, of {LARGE_EPOCHS}", str(large.gave)],
+        *rows_of(f"a peer with a line of {SLOW_LINE_MBIT_S:g} Mbit/s", line, SLOW_TARGET),
+        ["... samples that it handed to them", str(line.gave)],
         [f"{2 * (os.cpu_count() or 1)} other processes on {os.cpu_count()} cores: steps", str(steps)],
         ["... without a gradient of one of the three", str(without)],
         ["... states that had to be taken", str(states)],
     ]
-    line = line_beside / line_alone
-    kept, false_deaths = beside / alone, without + states + max(0, options.rounds - steps)
-    slower, gives = f"a peer {SLOWER:.0f} times slower", f"{gave} of {options.epochs} steps"
-    handed_over = f"{handed} samples, with max_staleness={SLOW_LINE_STALENESS}"
+    false_deaths = without + states + max(0, options.rounds - steps)
+    handed_over = f"{line.gave} samples, with max_staleness={SLOW_LINE_STALENESS}"
     bars = [
         at_most(f"false deaths in {options.rounds} rounds on a busy machine", 0.0, [false_deaths]),
-        is_so(f"{slower}: what the others keep", ">= 0.9", number(kept), holds=kept >= 0.9),
-        is_so("a slow line: what the others keep", ">= 0.9", number(line), holds=line >= 0.9),
-        is_so("a slow line: its peer hands over its gradients", "yes", handed_over, holds=handed > 0),
-        is_so(f"{slower}: gives, and is a member at the end", "yes", gives, holds=member and gave > 0),
+        *bars_of(slower, late, f"{late.gave} of {options.epochs} steps", options.epochs // 4),
+        *bars_of(larger, large, f"{large.gave} of {LARGE_EPOCHS} steps", LARGE_EPOCHS // 4),
+        *bars_of("a slow line", line, handed_over, SLOW_TARGET),
     ]
     facts = run.facts()
     text = report("Unequal peers", facts, markdown_table(["what", "found"], rows), bars)
