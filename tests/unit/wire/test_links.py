@@ -748,9 +748,9 @@ def test_a_peer_that_libp2p_does_not_carry_either_is_lost(town: City) -> None:
 
 def test_who_sends_garbage_all_day_is_told_of_once(town: City, caplog: pytest.LogCaptureFixture) -> None:
     town.settle("first")
-    for _ in range(3):
+    for number in range(5):
         with socket.create_connection(town.ports["first"], timeout=WAIT_S) as stranger:
-            stranger.sendall(bytes(200))
+            stranger.sendall(bytes([number]) * 200)
             with contextlib.suppress(OSError):
                 while stranger.recv(1000):
                     pass

@@ -55,6 +55,15 @@ def _hold_at_most(sock: socket.socket, size: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, size)
 
 
+def break_if_unheard(sock: socket.socket) -> None:
+    """When nothing that is sent was confirmed for twice its time-out: a router that has forgotten it drops all of it.
+
+    The system's buffer takes short frames all the same, and would not give up for a quarter of an hour.
+    """
+    if sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * (sock.gettimeout() or 0)))
+
+
 class Follower:
     """Keeps a connection fit for its line, as that turns out to be."""
 

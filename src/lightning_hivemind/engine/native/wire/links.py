@@ -229,25 +229,25 @@ class Links:
             return
         if not isinstance(error, OSError):
             self._warn(inlet.peer or "a stranger", error)
-        if inlet.peer is None or replaced:
+        if inlet.peer is None:
             return
         if isinstance(error, TimeoutError):
             # it sends nothing, not even pings: frozen or cut off, whatever becomes of what is sent to it
             if outlet is not None:
-                self._forget(outlet)
-            self._sink.lost(inlet.peer, why(error))
-        else:
-            if (outlet := self._outlet(inlet.peer)) is not None:
-                outlet.probe()  # it connects again, or this finds that it is dead
+                self._forget(outlet)  # also if it is heard again: it may have gone the way of the inlet
+            if not replaced:
+                self._sink.lost(inlet.peer, why(error))
+        elif not replaced and (outlet := self._outlet(inlet.peer)) is not None:
+            outlet.probe()  # it connects again, or this finds that it is dead
 
     def _warn(self, who: str, error: Exception) -> None:
-        """Once a minute of the same: who sends garbage may do so all day."""
-        reason, now = why(error), time.monotonic()
+        """Once a minute of the same kind: who sends garbage may do so all day, and each time other garbage."""
+        reason, kind, now = why(error), type(error).__name__, time.monotonic()
         with self._lock:
             self._warned = {one: at for one, at in self._warned.items() if now - at < WARN_AGAIN_S}
-            if (who, reason) in self._warned:
+            if (who, kind) in self._warned:
                 return
-            self._warned[who, reason] = now
+            self._warned[who, kind] = now
         unforeseen = None if isinstance(error, WireError) else error
         log.warning("a connection of %s was closed: %s", who, reason, exc_info=unforeseen)
 

@@ -12,7 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from lightning_hivemind.engine.native.wire.connection import Follower, has_ended, pieces, wake, why, write
+from lightning_hivemind.engine.native.wire.connection import (
+    Follower,
+    break_if_unheard,
+    has_ended,
+    pieces,
+    wake,
+    why,
+    write,
+)
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
@@ -141,6 +149,7 @@ class Outlet:
         header: Header | None = None
         line = Follower(sock)
         try:
+            break_if_unheard(sock)
             while not self.reach.closed and not self.reach.improved:
                 header, payload = self._next(header)
                 if header in self._unsent:
@@ -160,6 +169,7 @@ class Outlet:
         """Send what is long until the connection breaks."""
         header: Header | None = None
         try:
+            break_if_unheard(sock)
             while not self.reach.closed:
                 header, payload = self._next_long(header)
                 for piece in pieces(header, payload):
