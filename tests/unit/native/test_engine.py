@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from lightning_hivemind import codecs
 from lightning_hivemind.engine.native import engine as engine_module
+from lightning_hivemind.engine.native.parts import Parts
 from lightning_hivemind.events import BatchAccumulated, RoundIncomplete, Waiting
 from swarm.engines import FOUNDER, Trainer, connected
 from swarm.town import wait_for
@@ -252,3 +254,30 @@ def test_the_codec_of_parameters_is_that_of_local_updates(make: Make, codec: obj
     assert torch.equal(first, second)
     change = -(gradients[0] + gradients[1]) / 2
     assert least <= torch.dist(first, start + change) / change.norm() < most
+
+
+@pytest.mark.parametrize("at", ["whereabouts", "introductions"])
+def test_ctrl_c_while_it_leaves_leaves_nothing_behind(at: str) -> None:
+    """In a notebook the process lives on; a second teardown finds nothing to do."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    done: list[str] = []
+
+    def does(what: str) -> Any:
+        return interrupted if what == at else lambda *_: done.append(what)
+
+    engine = engine_module.NativeEngine.__new__(engine_module.NativeEngine)
+    parts: dict[str, Any] = {
+        "donor": SimpleNamespace(stop=does("donor")),
+        "introductions": SimpleNamespace(close=does("introductions")),
+        "driver": SimpleNamespace(stop=does("driver")),
+    }
+    engine._parts = Parts(handover=None, downloads=None, connected=None, **parts)  # type: ignore[arg-type]
+    engine._records = SimpleNamespace(close=does("records"))  # type: ignore[assignment]
+    engine._whereabouts = SimpleNamespace(stop=does("whereabouts"))  # type: ignore[assignment]
+    engine._stepper = SimpleNamespace(close=does("stepper"))  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        engine.shutdown(5.0)
+    assert {*done} == {"donor", "introductions", "driver", "records", "whereabouts", "stepper"} - {at}

@@ -157,12 +157,13 @@ class NativeEngine:
         if self._records is None:
             return
         records, self._records = self._records, None
-        if self._whereabouts is not None:
-            self._whereabouts.stop()
-        if self._parts is not None:
-            self._parts.stop(start + max(0.5, timeout_s - RECORDS_S))
-        self._stepper.close()
-        records.close(RECORDS_S)
+        with contextlib.ExitStack() as left:  # all of it, also if Ctrl+C comes meanwhile: a notebook lives on
+            left.callback(records.close, RECORDS_S)
+            left.callback(self._stepper.close)
+            if self._parts is not None:
+                left.callback(self._parts.stop, start + max(0.5, timeout_s - RECORDS_S))
+            if self._whereabouts is not None:
+                self._whereabouts.stop()
         self._parts = self._whereabouts = self._catching_up = None
         self._events.emit(PeerStopped(epoch=self.epoch, duration_s=time.monotonic() - start))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -55,10 +56,11 @@ class Parts:
     connected: Callable[[], frozenset[str]]
 
     def stop(self, deadline: float) -> None:
-        """Leave at once: connections close, and the others notice."""
-        self.donor.stop()
-        self.introductions.close()
-        self.driver.stop(max(0.1, deadline - time.monotonic()))
+        """Leave at once, also if Ctrl+C comes meanwhile: connections close, and the others notice."""
+        with contextlib.ExitStack() as last:
+            last.callback(lambda: self.driver.stop(max(0.1, deadline - time.monotonic())))
+            self.donor.stop()
+            self.introductions.close()
 
 
 def overlaps(arguments: Arguments) -> bool:
