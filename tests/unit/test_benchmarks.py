@@ -446,7 +446,7 @@ def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: 
 
 
 def test_what_was_handed_to_another_peer_is_not_counted_twice() -> None:
-    batch, step = {"event": "BatchAccumulated"}, {"event": "EpochCommitted"}
+    batch, step = {"event": "BatchAccumulated", "batch_samples": BATCH}, {"event": "EpochCommitted"}
     with Herd() as herd:
         herd._count = 2
 
