@@ -29,7 +29,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("e
 import lightning_hivemind
 from bench_peer import publish
 from byte_gpt import ByteGPT, StdlibText
-from herd import BATCH
+from herd import BATCH, TARGET
 from lightning_hivemind import HivemindStrategy
 from swarm.phases import MOMENTS, arm, use_chunks_of
 
@@ -141,7 +141,7 @@ if __name__ == "__main__":
     parser.add_argument("name")
     parser.add_argument("--join", default="", help="addresses with commas")
     parser.add_argument("--batch-s", type=float, default=0.0, help="that a batch takes longer than it does")
-    parser.add_argument("--target", type=int, default=64, help="samples of a global step")
+    parser.add_argument("--target", type=int, default=TARGET, help="samples of a global step")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples of a batch")
     parser.add_argument("--max-staleness", type=int, default=1, help="of its gradients, in steps")
     parser.add_argument("--codec", default="", help="of gradients, by its name in lightning_hivemind, or here")

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -84,12 +84,12 @@ def large_batches(epochs: int) -> Beside:
 def beside(herd: Herd, two: Sequence[Peer], third: Peer, before: float, batch_s: float, epochs: int) -> Beside:
     """So many steps beside the third one, and half as many without it."""
     herd.await_steps(third, 2)
-    beside = throughput(herd, two, epochs)
+    together = throughput(herd, two, epochs)
     begin = herd.steps(two[0])[-epochs]["time"]
     commits = [one for one in herd.events(third, "EpochCommitted") if one["time"] >= begin]
     gave, member = sum(one["samples"] > 0 for one in commits), is_in_step(herd, third, two[0])
     alone = mean([before, alone_again(herd, two, third, epochs // 2)])
-    return Beside(alone=alone, beside=beside, gave=gave, member=member, batch_s=batch_s)
+    return Beside(alone=alone, beside=together, gave=gave, member=member, batch_s=batch_s)
 
 
 def is_in_step(herd: Herd, peer: Peer, other: Peer) -> bool:
@@ -117,11 +117,9 @@ def slow_line(epochs: int) -> Beside:
         slow = herd.start(BATCH_S, max_staleness=SLOW_LINE_STALENESS)
         herd.await_steps(slow, 2)
         herd.watch(SETTLED_S)
-        beside = throughput(herd, two, epochs)
+        found = beside(herd, two, slow, before, BATCH_S, epochs)
         handed = sum(one["samples"] for one in herd.events(slow, "GradientHandedOver"))
-        member = is_in_step(herd, slow, two[0])
-        alone = mean([before, alone_again(herd, two, slow, epochs // 2)])
-        return Beside(alone=alone, beside=beside, gave=handed, member=member, batch_s=BATCH_S)
+        return replace(found, gave=handed)
 
 
 def rows_of(who: str, found: Beside, target: int) -> list[list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 
@@ -14,41 +13,24 @@ import pytest
 from lightning_hivemind.engine.native.wire.connection import wake
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from swarm.town import wait_for
-from unit.wire.test_links import City
+from unit.wire.test_links import City, Tap
 
 
-class Router:
-    """Forwards connections to a port. With a new address it drops what comes from there for those that were before.
+class Router(Tap):
+    """With a new address it drops what comes from there for the connections that were before.
 
     What goes there over them is answered by a reset: the other end knows no connection from the new address.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
-        self._target, self._listener = target, socket.create_server(("127.0.0.1", 0))
-        self.port: tuple[str, int] = self._listener.getsockname()
-        self._address, self._kept = 0, [self._listener]
-        threading.Thread(target=self._run, daemon=True).start()
+        self._address = 0
+        super().__init__(target)
 
     def change_address(self) -> None:
         self._address += 1
 
-    def close(self) -> None:
-        for one in self._kept:
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                inside, _ = self._listener.accept()
-                outside = socket.create_connection(self._target)
-                self._kept += [inside, outside]
-                for source, target in ((inside, outside), (outside, inside)):
-                    ends = (source, target, self._address, source is inside)
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
-
-    def _carry(self, source: socket.socket, target: socket.socket, address: int, outwards: bool) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, seen: bytearray) -> None:
+        address, outwards = self._address, any(seen is one for one in self.seen)
         with contextlib.suppress(OSError):
             while part := source.recv(1 << 16):
                 if self._address == address:

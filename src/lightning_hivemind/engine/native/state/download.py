@@ -187,8 +187,8 @@ class Downloads:
             comes = self._ask_for_ranges(attempt, chosen, now)
             stuck = math.inf if comes else min(stuck, now)  # who had what is missing has gone, but others may have it
             hopeless = now - stuck > self._silence_s or not (comes or attempt.asked or attempt.spare)
-            self.overtaken += hopeless
             if hopeless or now >= deadline or should_abort():
+                self.overtaken += hopeless
                 gone = "the peers that sent their state went on, or left, before it was here."
                 raise attempt.problem or StateError(gone)
             here = len(chosen.ranges) - attempt.left
