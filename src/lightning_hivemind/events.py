@@ -70,7 +70,11 @@ class PeersChanged(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchAccumulated(Event):
-    """A micro-batch was added to this peer's gradient. Sample counts are for the current epoch."""
+    """A micro-batch was computed. Sample counts are for the current epoch.
+
+    Each of its samples is later in one ``EpochCommitted``, ``GradientHandedOver``, ``RoundMissed`` (at once, if it is
+    too old to be added to this peer's gradient) or ``BatchDropped``.
+    """
 
     epoch: int
     batch_samples: int

@@ -1,9 +1,10 @@
-"""What differs between systems: whether hivemind can run here, and what the kernel is told of memory."""
+"""What differs between systems: whether hivemind can run here, where files lie, what the kernel is told of memory."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 import sys
 from typing import Any
@@ -31,6 +32,20 @@ def require_hivemind() -> None:
         raise PlatformError(
             f"hivemind cannot be imported here ({where}): {type(error).__name__}: {error}.{fix}"
         ) from error
+
+
+def takes_memory(folder: str) -> bool:
+    """Whether files there are in memory (tmpfs). What the system does not tell (not Linux) is taken for a disk."""
+    device = os.stat(folder).st_dev
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            # "25 30 0:23 / /dev/shm rw - tmpfs tmpfs rw": the third field is the device, behind the dash comes the kind
+            for mount, _, kind in (line.partition(" - ") for line in mounts):
+                if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                    return kind.split()[0] in ("tmpfs", "ramfs")
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def advise_memory(address: int, length: int, advice: int) -> None:

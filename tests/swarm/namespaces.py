@@ -25,14 +25,26 @@ class Namespace:
 
     def drops_what_comes_to(self, port: int) -> None:
         """Without an answer, as a router in between that has not been told to forward that port."""
-        blackhole = ("iif", "cable0", "ipproto", "tcp", "dport", str(port), "blackhole")
-        # rules are read in order, and the first leads to the machine itself: the other has to come before it
+        self._drops([("dport", str(port))])
+
+    def drops_what_comes_over(self, connections: list[tuple[int, int]]) -> None:
+        """The same of these TCP connections, by the ports (here, there): what goes the other way arrives."""
+        self._drops([("sport", str(there), "dport", str(here)) for here, there in connections])
+
+    def _drops(self, packets: list[tuple[str, ...]]) -> None:
+        # rules are read in order, and the first leads to the machine itself: the others have to come before it
         for rule in (
             ("add", "pref", "100", "lookup", "local"),
             ("del", "pref", "0"),
-            ("add", "pref", "10", *blackhole),
+            *(("add", "pref", "10", "iif", "cable0", "ipproto", "tcp", *those, "blackhole") for those in packets),
         ):
             run("ip", "-n", self.name, "rule", *rule)
+
+    def connections(self, pid: int) -> list[tuple[int, int]]:
+        """The ports (here, there) of that process's TCP connections."""
+        listed = subprocess.run(self.command("ss", "-tnpH", "state", "established"), capture_output=True, text=True)
+        fields = [line.split() for line in listed.stdout.splitlines() if f"pid={pid}," in line]
+        return [tuple(int(end.rpartition(":")[2]) for end in one[2:4]) for one in fields]
 
     def cable(self, number: int, *, plugged: bool) -> None:
         """Pull that one out, or plug it in again: nothing is answered meanwhile, and nothing closed."""

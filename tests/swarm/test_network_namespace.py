@@ -159,6 +159,32 @@ class TestNative:
                 lambda: len(together(peers)) >= together_by_then + 10, timeout_s=60, what="ten steps of both"
             )
 
+    @pytest.mark.parametrize("lost", ["one connection", "all connections"])
+    def test_connections_that_carry_one_way_only_are_replaced(self, swarm: Swarm, lost: str) -> None:
+        """What a router does that has forgotten them: it lets new ones through, and of the old ones one direction.
+
+        Who still hears the other one there must not go on in the belief that all is well.
+        """
+        with joined_namespaces() as (here, there):
+            places = [{"network": here.name}, {"network": there.name}]
+            peers = swarm.start(2, peers=places, trainer=ENDLESS, delay_s=0.05)
+            _, second = peers
+            second.wait_until(lambda: len(together(peers)) >= 5, timeout_s=60, what="five steps of both")
+            before = there.connections(second.pid)
+            assert len(before) >= 2, "one for each direction"
+            dropped = before[:1] if lost == "one connection" else before
+            there.drops_what_comes_over(dropped)
+            second.wait_until(
+                lambda: not set(dropped) & set(there.connections(second.pid)), timeout_s=30, what="they are given up"
+            )
+            by_then = together(peers)[-1]
+            second.wait_until(
+                lambda: len([epoch for epoch in together(peers) if epoch > by_then]) >= 20,
+                timeout_s=60,
+                what="twenty steps of both after that",
+            )
+            assert_ledger(peers)
+
     def test_a_helper_in_the_middle_passes_the_state_on_to_who_cannot_fetch_it(self, swarm: Swarm) -> None:
         with star_of_namespaces() as (middle, left, right):
             helps = {"network": middle.name, "strategy": {"auxiliary": True}, "trainer": ENDLESS}

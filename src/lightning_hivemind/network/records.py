@@ -74,7 +74,7 @@ class PeerRecords:
         self._wanted = 0
         self._closing = False
         self._last_expiration = 0.0
-        self._trouble = False
+        self._trouble = self._clock_told = False
         self._malformed: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="peer-records", daemon=True)
         self._thread.start()
@@ -151,8 +151,10 @@ class PeerRecords:
 
     def _store(self, value: bytes, timeout_s: float) -> bool:
         # The DHT keeps of two values the one that expires later: each store must be later than the one before.
-        expires = max(get_dht_time() + self.expiration_s, self._last_expiration + 0.001)
+        now = get_dht_time()
+        expires = max(now + self.expiration_s, self._last_expiration + 0.001)
         self._last_expiration = expires
+        self._tell_clock(expires - now)
         return bool(self._ask("store", timeout_s, self._key, value, expires, subkey=self._peer_id))
 
     def _fetch(self, timeout_s: float) -> bool:
@@ -220,6 +222,17 @@ class PeerRecords:
         elif self._trouble and not trouble:
             log.info("the DHT takes and gives peer records again")
         self._trouble = trouble
+
+    def _tell_clock(self, lives_s: float) -> None:
+        """Of a record that others take for none of ours, once until it is over."""
+        ahead = lives_s > _MAX_EXPIRATION_S
+        if ahead and not self._clock_told:
+            log.warning(
+                "this machine's clock was set back by %.1f hours: for so long, peers that come do not find this one. "
+                "Start it anew to be found at once (if it has an identity_path, with another one)",
+                (lives_s - self.expiration_s) / 3600,
+            )
+        self._clock_told = ahead
 
     def _report_malformed(self, peer: str, reason: str) -> None:
         if peer not in self._malformed and len(self._malformed) < MAX_PEERS:

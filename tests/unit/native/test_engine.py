@@ -13,7 +13,7 @@ import torch
 from lightning_hivemind import codecs
 from lightning_hivemind.engine.native import engine as engine_module
 from lightning_hivemind.engine.native.parts import Parts
-from lightning_hivemind.events import BatchAccumulated, RoundIncomplete, Waiting
+from lightning_hivemind.events import BatchAccumulated, RoundIncomplete, RoundMissed, Waiting
 from swarm.engines import FOUNDER, Trainer, connected
 from swarm.town import wait_for
 from unit.default_dtype import default_dtype
@@ -150,6 +150,17 @@ def test_each_delay_lets_gradients_be_one_step_older(make: Make, given: dict[str
     assert peer.engine.local_samples == 8
     peer.engine._gradients.committed([], steps + 1)
     assert peer.engine.local_samples == 0
+
+
+def test_a_batch_that_is_too_old_at_its_end_is_told_with_all_its_samples_and_all_as_lost(make: Make) -> None:
+    """So that who adds up events finds each sample once."""
+    peer = make(target_batch_size=1000)
+    peer.begin()
+    peer.engine._gradients.committed([], 2)
+    peer.end()
+    (batch,) = [event for event in peer.events if isinstance(event, BatchAccumulated)]
+    assert (batch.batch_samples, batch.local_samples) == (8, 0)
+    assert [event.samples_lost for event in peer.events if isinstance(event, RoundMissed)] == [8]
 
 
 def steps_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,26 @@ def test_more_steps_than_there_is_memory_for_wait_on_disk(few: Desk) -> None:
         head = commit.head
 
 
+IN_MEMORY = "/dev/shm"
+
+
+@pytest.mark.skipif(not os.path.isdir(IN_MEMORY), reason="no folder that is known to be memory")
+def test_no_step_waits_in_a_folder_that_is_memory(
+    few: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """As /tmp is on many systems: they would take the memory that there is not."""
+    monkeypatch.setattr(tempfile, "tempdir", IN_MEMORY)
+    monkeypatch.setattr("lightning_hivemind.engine.native.spill.ELSEWHERE", str(tmp_path))
+    for _ in range(6):
+        few.commit()
+    assert not few.handover.owes
+    assert f"{tmp_path}/" in Path("/proc/self/maps").read_text(), "the sixth waits elsewhere"
+    monkeypatch.setattr("lightning_hivemind.engine.native.spill.ELSEWHERE", IN_MEMORY)
+    few.commit()
+    assert few.handover.owes
+    assert "set TMPDIR" in caplog.text
+
+
 def no_space(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -278,6 +298,7 @@ def test_more_than_there_is_room_for_are_a_debt(
         monkeypatch.setattr("lightning_hivemind.engine.native.spill.LEFT_BYTES", 1 << 60)
     elif full == "gone":
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        monkeypatch.setattr("lightning_hivemind.engine.native.spill.ELSEWHERE", str(tmp_path / "gone"))
     elif full:
         monkeypatch.setattr(*((os, "posix_fallocate") if "since" in full else (tempfile, "TemporaryFile")), no_space)
     commits = [few.commit() for _ in range(room)]

@@ -192,6 +192,23 @@ def test_records_that_claim_to_live_for_ever_are_ignored(dht: MemoryDHT, records
     assert records.read() == {}
 
 
+def test_a_clock_that_was_set_back_is_told_once(
+    dht: MemoryDHT, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others take a record for none of ours that would expire hours from now."""
+    back_s = [0.0]
+    monkeypatch.setattr("lightning_hivemind.network.records.get_dht_time", lambda: get_dht_time() - back_s[0])
+    with contextlib.closing(PeerRecords(dht, "run", ID_A, refresh_s=0.05, expiration_s=1.0)) as records:
+        records.publish(step=1)
+        assert records.refresh(TIMEOUT_S)
+        assert "clock" not in caplog.text
+        back_s[0] = 7200.0
+        for step in range(2, 5):
+            records.publish(step=step)
+            assert records.refresh(TIMEOUT_S)
+        assert caplog.text.count("clock was set back by 2.0 hours") == 1
+
+
 def test_more_peers_than_can_be_are_cut_off(
     dht: MemoryDHT, records: PeerRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,8 +187,7 @@ class NativeEngine:
         lost = self._gradients.add(batch_samples, self.epoch, gradient_scale) if batch_samples else 0
         handover.end_batch()  # a round that has waited for this batch may have it
         if batch_samples:
-            counted = max(0, batch_samples - lost)  # what is too old may be of batches before, too
-            self._reports.batch(self.epoch, counted, local=self.local_samples, swarm=self.swarm_samples)
+            self._reports.batch(self.epoch, batch_samples, local=self.local_samples, swarm=self.swarm_samples)
         self._gradients.end_batch()
         self._stepper.settle(wait=False)
         self._note_parameters()
