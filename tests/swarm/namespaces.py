@@ -42,9 +42,9 @@ class Namespace:
 
     def connections(self, pid: int) -> list[tuple[int, int]]:
         """The ports (here, there) of that process's TCP connections."""
-        listed = subprocess.run(self.command("ss", "-tnpH", "state", "established"), capture_output=True, text=True)
-        fields = [line.split() for line in listed.stdout.splitlines() if f"pid={pid}," in line]
-        return [tuple(int(end.rpartition(":")[2]) for end in one[2:4]) for one in fields]
+        listed = run(*self.command("ss", "-tnpH", "state", "established"))
+        fields = [line.split() for line in listed.splitlines() if f"pid={pid}," in line]
+        return [(int(here.rpartition(":")[2]), int(there.rpartition(":")[2])) for _, _, here, there, *_ in fields]
 
     def cable(self, number: int, *, plugged: bool) -> None:
         """Pull that one out, or plug it in again: nothing is answered meanwhile, and nothing closed."""
@@ -166,7 +166,8 @@ def _remove(space: Namespace) -> None:
     subprocess.run(["ip", "netns", "del", space.name], capture_output=True)
 
 
-def run(*words: str) -> None:
-    """Run a command; raises AssertionError with what it said if it fails."""
+def run(*words: str) -> str:
+    """Run a command and return what it printed; raises AssertionError with what it said if it fails."""
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr.strip()}"
+    return done.stdout
