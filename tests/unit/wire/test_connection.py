@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -104,34 +105,56 @@ def plain() -> Iterator[socket.socket]:
     close(reads)
 
 
-def seen(round_trip_s: float, answer_s: float = 0.0) -> Line:
-    return Line(round_trip_s=round_trip_s, answer_s=answer_s, packets=0, lost=0)
+def seen(round_trip_s: float, answer_s: float, lost: int = 0) -> Line:
+    return Line(round_trip_s=round_trip_s, answer_s=answer_s, packets=0, lost=lost)
 
 
-def test_bbr_is_for_lines_on_which_an_answer_takes_its_time(
-    plain: socket.socket, monkeypatch: pytest.MonkeyPatch
+NEAR, FULL, THIN_AND_FULL = seen(0.1e-3, 1e-3), seen(0.1e-3, 0.2), (50e3, seen(30e-3, 0.2, lost=5))
+
+
+@pytest.mark.parametrize(
+    ("looks", "bbr"),
+    [
+        pytest.param([(1e8, NEAR)], False, id="near"),
+        pytest.param([(1e8, seen(0.1e-3, 1e-3, lost=9))], False, id="near, and lost some"),
+        pytest.param([(1e7, FULL)], True, id="full"),
+        pytest.param([(1e8, seen(50e-3, 52e-3))], True, id="far"),
+        pytest.param([(1e6, seen(5e-3, 6e-3, lost=1))], True, id="loses what is not too much for it"),
+        pytest.param([(50e3, seen(90e-3, 95e-3, lost=1))], True, id="loses so much that it looks thin"),
+        pytest.param([THIN_AND_FULL], False, id="thin"),
+        pytest.param([(50e3, FULL)], False, id="near and thin"),
+        pytest.param([THIN_AND_FULL, (50e3, seen(30e-3, 31e-3, lost=9))], False, id="thin, and not full now"),
+        pytest.param([(1e6, seen(30e-3, 0.2)), THIN_AND_FULL], False, id="shared by many since"),
+        pytest.param([THIN_AND_FULL, (1e6, seen(30e-3, 40e-3))], True, id="not thin any more"),
+    ],
+)
+def test_bbr_is_for_lines_that_are_not_thin_and_on_which_an_answer_takes_its_time_or_packets_are_lost(
+    plain: socket.socket, monkeypatch: pytest.MonkeyPatch, looks: list[tuple[float, Line]], bbr: bool
 ) -> None:
     try:
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        tune(plain, TIMEOUT_S)
+        assert congestion(plain) != b"bbr", "nothing is known of it yet"
         before = congestion(plain)
-        monkeypatch.setattr(connection, "line_of", lambda _: seen(50e-3))
-        tune(plain, TIMEOUT_S)
-        if congestion(plain) != b"bbr":
-            pytest.skip("the system has no BBR")
-        monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3))
-        tune(plain, TIMEOUT_S)
-        assert congestion(plain) != b"bbr"
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, before)
+    except (OSError, AttributeError):
+        pytest.skip("the system has no BBR, or does not let one choose")
+    times = itertools.accumulate((10_000_000 / rate for rate, _ in looks), initial=0.0)
+    seen_so_far = iter([Sent(10_000_000 * number, busy_s) for number, busy_s in enumerate(times)])
+    monkeypatch.setattr(connection, "sent", lambda _: next(seen_so_far))
+    follower = Follower(plain)
+    for _, line in looks:
+        monkeypatch.setattr(connection, "line_of", lambda _, line=line: line)
+        follower.look()
+    assert congestion(plain) == (b"bbr" if bbr else before)
+
+
+def test_the_system_s_own_choice_stands_where_it_is_not_bbr(plain: socket.socket) -> None:
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     except (OSError, AttributeError):
         pytest.skip("the system does not let one choose")
     tune(plain, TIMEOUT_S)
-    assert congestion(plain) == before, "the system's own choice stands on a near line"
-    monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3, 1e-3))
-    Follower(plain).look()
-    assert congestion(plain) == before
-    monkeypatch.setattr(connection, "line_of", lambda _: seen(0.1e-3, 0.2))
-    Follower(plain).look()
-    assert congestion(plain) == b"bbr", "it is thin, and full"
+    assert congestion(plain) == b"reno"
 
 
 def test_where_only_bbr_and_reno_are_allowed_a_near_line_has_reno() -> None:
@@ -149,9 +172,9 @@ def test_where_only_bbr_and_reno_are_allowed_a_near_line_has_reno() -> None:
             self.has = name
 
     sock = Restricted()
-    connection._control(sock, near=True)  # type: ignore[arg-type]
+    connection._control(sock, by_loss=True)  # type: ignore[arg-type]
     assert sock.has == b"reno"
-    connection._control(sock, near=False)  # type: ignore[arg-type]
+    connection._control(sock, by_loss=False)  # type: ignore[arg-type]
     assert sock.has == b"bbr"
 
 

@@ -24,10 +24,12 @@ CARRIED_BYTES = 64 << 10
 TLS_BYTES = 64 << 10
 #: of a payload that are given to a socket at once: systems take no more than 1024
 MOST_PARTS = 512
-#: of a round trip, as the connection was made: one in the same house
+#: of a round trip: a line in the same house, which loses nothing but what is too much for it
 NEAR_S = 1e-3
-#: of an answer, on a line that is full
+#: of an answer more than that, on a line that is full
 FULL_S = 20e-3
+#: bytes per second for one connection: less is a thin line, or many share it
+THIN = 125e3
 #: of a slow line: so long takes a piece of what is long, behind which messages wait, but for very slow ones
 PIECE_S, LEAST_PIECE_BYTES = 0.03, 16 << 10
 #: by which it is measured
@@ -44,8 +46,7 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CARRIED_BYTES)
         return  # libp2p carries it, and what it does with TCP is its own affair
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line = line_of(sock)
-    _control(sock, near=line is not None and line.round_trip_s < NEAR_S)
+    _control(sock, by_loss=True)
     _hold_at_most(sock, PIECE_BYTES)
 
 
@@ -69,35 +70,47 @@ class Follower:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._seen = sent(sock)
+        self._seen, self._lost, self._thin = sent(sock), 0, False
         #: of the pieces in which something long is written; whole rows of a checksum
         self.piece_bytes = PIECE_BYTES
 
     def look(self) -> None:
         """Before something long."""
-        if not has_bbr(self._sock) and (line := line_of(self._sock)) is not None and line.answer_s > FULL_S:
-            _control(self._sock, near=False)  # it was taken for a near one, and is thin, or loses packets
         now, before = sent(self._sock), self._seen
         if now is None or before is None or now.arrived - before.arrived < LEAST_BYTES:
             return
         self._seen = now
         rate = (now.arrived - before.arrived) / max(now.busy_s - before.busy_s, 1e-3)
+        self._choose_control(rate)
         size = int(PIECE_S * rate) // ROW_BYTES * ROW_BYTES
         size = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, size))
         if size != self.piece_bytes:
             self.piece_bytes = size
             _hold_at_most(self._sock, size)
 
+    def _choose_control(self, rate: float) -> None:
+        """Who decides how much is on the way at a time: cubic, until it is known that BBR does better.
 
-def _control(sock: socket.socket, *, near: bool) -> None:
-    """Who decides how much is on the way at a time.
+        A loss costs cubic most of its speed, and it fills whatever can be filled, behind which messages wait. But where
+        an answer comes at once, BBR's clock takes up to twice the processor's time; and on a thin line several of BBR
+        lose so much to one another, above all as they begin, that one hears nothing for seconds and is taken for dead.
+        """
+        if (line := line_of(self._sock)) is None:
+            return
+        full = line.answer_s > line.round_trip_s + FULL_S
+        loses = line.round_trip_s >= NEAR_S and line.lost > self._lost
+        self._lost = line.lost
+        self._thin = rate < THIN and (full or self._thin)
+        if self._thin:
+            _control(self._sock, by_loss=True)
+        elif loses or (line.answer_s > FULL_S and rate >= THIN):
+            _control(self._sock, by_loss=False)
 
-    A loss costs cubic most of its speed, and it fills whatever can be filled, behind which messages wait: so BBR. But
-    where an answer comes at once, BBR's clock takes up to twice the processor's time. The kernel's own choice, if it is
-    another one, stands there; and it keeps what it has instead of what it lacks.
-    """
-    if hasattr(socket, "TCP_CONGESTION") and near == has_bbr(sock):
-        for name in (b"cubic", b"reno") if near else (b"bbr",):  # reno is allowed to everybody
+
+def _control(sock: socket.socket, *, by_loss: bool) -> None:
+    """Cubic, or BBR. The kernel's own choice, if it is another than BBR, stands for cubic; a lack changes nothing."""
+    if hasattr(socket, "TCP_CONGESTION") and by_loss == has_bbr(sock):
+        for name in (b"cubic", b"reno") if by_loss else (b"bbr",):  # reno is allowed to everybody
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
                 break

@@ -168,10 +168,12 @@ class Outlet:
     def _pump_long(self, sock: socket.socket) -> None:
         """Send what is long until the connection breaks."""
         header: Header | None = None
+        line = Follower(sock)
         try:
             break_if_unheard(sock)
             while not self.reach.closed:
                 header, payload = self._next_long(header)
+                line.look()
                 for piece in pieces(header, payload):
                     write(sock, *piece)
         except OSError as error:
