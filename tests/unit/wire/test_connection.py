@@ -109,7 +109,7 @@ def seen(round_trip_s: float, answer_s: float, lost: int = 0) -> Line:
     return Line(round_trip_s=round_trip_s, answer_s=answer_s, packets=0, lost=lost)
 
 
-NEAR, FULL, THIN_AND_FULL = seen(0.1e-3, 1e-3), seen(0.1e-3, 0.2), (50e3, seen(30e-3, 0.2, lost=5))
+NEAR, FULL, FAR_AND_FULL = seen(0.1e-3, 1e-3), seen(0.1e-3, 0.2), seen(30e-3, 0.2, lost=5)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ NEAR, FULL, THIN_AND_FULL = seen(0.1e-3, 1e-3), seen(0.1e-3, 0.2), (50e3, seen(3
         pytest.param([(1e8, seen(50e-3, 52e-3))], True, id="far"),
         pytest.param([(1e6, seen(5e-3, 6e-3, lost=1))], True, id="loses what is not too much for it"),
         pytest.param([(50e3, seen(90e-3, 95e-3, lost=1))], True, id="loses so much that it looks thin"),
-        pytest.param([THIN_AND_FULL], False, id="thin"),
+        pytest.param([(50e3, FAR_AND_FULL)], False, id="thin"),
         pytest.param([(50e3, FULL)], False, id="near and thin"),
-        pytest.param([THIN_AND_FULL, (50e3, seen(30e-3, 31e-3, lost=9))], False, id="thin, and not full now"),
-        pytest.param([(1e6, seen(30e-3, 0.2)), THIN_AND_FULL], False, id="shared by many since"),
-        pytest.param([THIN_AND_FULL, (1e6, seen(30e-3, 40e-3))], True, id="not thin any more"),
+        pytest.param([(50e3, FAR_AND_FULL), (50e3, seen(30e-3, 31e-3, lost=9))], False, id="thin, and not full now"),
+        pytest.param([(1e6, seen(30e-3, 0.2)), (50e3, FAR_AND_FULL)], False, id="shared by many since"),
+        pytest.param([(50e3, FAR_AND_FULL), (1e6, seen(30e-3, 40e-3))], True, id="not thin any more"),
     ],
 )
 def test_bbr_is_for_lines_that_are_not_thin_and_on_which_an_answer_takes_its_time_or_packets_are_lost(
@@ -157,7 +157,7 @@ def test_the_system_s_own_choice_stands_where_it_is_not_bbr(plain: socket.socket
     assert congestion(plain) == b"reno"
 
 
-def test_where_only_bbr_and_reno_are_allowed_a_near_line_has_reno() -> None:
+def test_where_only_bbr_and_reno_are_allowed_a_line_that_needs_no_bbr_has_reno() -> None:
     """As for a user who is not root, where BBR is the system's default."""
 
     class Restricted:

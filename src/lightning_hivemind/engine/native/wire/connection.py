@@ -26,7 +26,7 @@ TLS_BYTES = 64 << 10
 MOST_PARTS = 512
 #: of a round trip: a line in the same house, which loses nothing but what is too much for it
 NEAR_S = 1e-3
-#: of an answer more than that, on a line that is full
+#: of an answer: one from far, or over a full line; of an answer beyond the round trip: a full one
 FULL_S = 20e-3
 #: bytes per second for one connection: less is a thin line, or many share it
 THIN = 125e3
