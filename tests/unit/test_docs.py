@@ -101,6 +101,20 @@ def generated_reference() -> str:
 NAMED = re.compile(r"`(?:[\w/]+\.py::)?(test_\w+)(?!\.py)\b[^`]*`")
 
 
+def test_every_file_that_a_page_refers_to_is_there_and_of_a_page_of_the_documentation_is_one_itself() -> None:
+    wrong, found = [], 0
+    for page in [*PAGES, ROOT / "ARCHITECTURE.md"]:
+        top = ROOT / "docs" if page.is_relative_to(ROOT / "docs") else ROOT
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                found += 1
+                file = (page.parent / target).resolve()
+                if not (file.exists() and file.is_relative_to(top)):
+                    wrong.append((page.name, target))
+    assert found > 30
+    assert wrong == []
+
+
 def test_what_is_called_a_test_with_real_peers_is_one() -> None:
     functions: list[ast.FunctionDef] = []
     for path in (ROOT / "tests").rglob("test_*.py"):
