@@ -51,7 +51,8 @@ class Arguments:
     """Name of the run and prefix of all its keys in the DHT. Peers with the same name must train the same model."""
 
     batch_size: int | None = _argument(None, check.optional(check.whole_number))
-    """Samples per batch and process. Give it only if the batch is of a type whose size cannot be seen."""
+    """Samples per batch and process. Give it only if the batch is of a type whose size cannot be seen: one that visibly
+    holds fewer counts what it holds, a larger one only this number."""
 
     engine: str = _argument("native", check.one_of(*ENGINES))
     """What averages; equal on all peers. ``"native"``: rounds of this package's own, after which all peers have the

@@ -67,8 +67,8 @@ class SwarmError(LightningHivemindError, RuntimeError):
 class SchemaMismatchError(SwarmError):
     """A live peer with the same ``run_id`` has another model, target, engine or codec.
 
-    Of the model are compared: names, shapes and dtypes of its parameters, which are frozen, and how many values its
-    buffers and ``extra_tensors`` have.
+    Of the model are compared: names, shapes and dtypes of its parameters, which are frozen, how many values its buffers
+    and ``extra_tensors`` have, and the class of its optimizer.
     """
 
 

@@ -120,6 +120,8 @@ def without_self(initial_peers: tuple[str, ...], identity_path: str | None) -> t
     others = tuple(address for address in initial_peers if not address.endswith(own))
     if initial_peers and not others:
         log.warning(
-            "initial_peers names only this peer itself (identity_path=%r): starting as the first", identity_path
+            "initial_peers names only this peer itself (identity_path=%r): starting as the first. If that file was"
+            " copied from another peer, give this one a file of its own.",
+            identity_path,
         )
     return others
