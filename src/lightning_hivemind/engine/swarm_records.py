@@ -16,9 +16,9 @@ from lightning_hivemind.network.records import PeerRecords
 log = logging.getLogger("lightning_hivemind")
 
 LOOK_S = 5.0
-PRINTS = 4  # hexadecimal digits per tensor: enough to say which one differs
+PRINTS = 4  # hexadecimal digits: enough to say which one differs
 # These fill a record (``network.records.MAX_RECORD_BYTES``), as a test shows.
-MAX_PRINTED = 140  # tensors; the digest decides anyway
+MAX_PRINTED = 136  # tensors, or as many groups of them; the digest decides anyway
 MAX_METRICS = 20
 MAX_NAME_BYTES = 40
 MAX_WAY = 120  # characters; the digest decides anyway
@@ -118,10 +118,14 @@ class SwarmRecords:
         return {peer: record for peer, record in self._records.read().items() if peer != self._peer_id}
 
     def _own_schema(self) -> dict[str, Any]:
-        prints = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
         digest = hashlib.sha256("\n".join([*self._schema, self._way]).encode()).hexdigest()[:32]
-        shown = "".join(prints) if len(prints) <= MAX_PRINTED else ""
-        return {"digest": digest, "prints": shown, "target": self._a.target_batch_size, "way": self._way[:MAX_WAY]}
+        shown = {"prints": "".join(_print(group) for group in self._groups()), "entries": len(self._schema)}
+        return {"digest": digest, **shown, "target": self._a.target_batch_size, "way": self._way[:MAX_WAY]}
+
+    def _groups(self) -> list[list[str]]:
+        """The schema in as many parts as a record has room for."""
+        size = _group_size(len(self._schema))
+        return [self._schema[start : start + size] for start in range(0, len(self._schema), size)]
 
     def _compare(self, peer: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         if theirs.get("target") != mine["target"]:
@@ -142,15 +146,23 @@ class SwarmRecords:
         )
 
     def _difference(self, theirs: dict[str, Any]) -> str:
-        text = theirs.get("prints")
-        if not isinstance(text, str) or not text:
-            return "What differs cannot be told: the models are too large for that."
-        others = [text[i : i + PRINTS] for i in range(0, len(text), PRINTS)]
-        own = [hashlib.sha256(line.encode()).hexdigest()[:PRINTS] for line in self._schema]
-        for line, left, right in zip(self._schema, own, others, strict=False):
-            if left != right:
-                return f"What differs first is: {line} (here)."
-        return f"It has {len(others)} entries, this one has {len(own)}."
+        prints, entries = theirs.get("prints"), theirs.get("entries")
+        if not isinstance(prints, str) or not isinstance(entries, int):
+            return "What differs it does not say."
+        if _group_size(entries) == _group_size(len(self._schema)):
+            others = [prints[start : start + PRINTS] for start in range(0, len(prints), PRINTS)]
+            for group, other in zip(self._groups(), others, strict=False):
+                if _print(group) != other:
+                    return f"What differs first is: {' ... '.join(dict.fromkeys((group[0], group[-1])))} (here)."
+        return f"It has {entries} entries, this one has {len(self._schema)}."
+
+
+def _group_size(entries: int) -> int:
+    return max(1, math.ceil(entries / MAX_PRINTED))
+
+
+def _print(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:PRINTS]
 
 
 def _metric(record: dict[str, Any], name: str) -> list[tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,6 +88,34 @@ def test_equal_models_are_of_one_run_and_unlike_ones_are_refused_by_name(peers: 
     peers.make(["a (3,) torch.float32", "b (4,) torch.float32"]).check_schema()
     other = peers.make(["a (3,) torch.float32", "b (4,) torch.bfloat16"])
     assert "What differs first is: b (4,) torch.bfloat16" in refusal(other)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        (["a (3,)"], "It has 1 entries, this one has 2."),
+        ([f"layer {n}" for n in range(1000)], "It has 1000 entries, this one has 2."),
+    ],
+    ids=["fewer", "many more"],
+)
+def test_how_many_tensors_there_are_is_told_where_those_that_both_have_are_alike(
+    peers: Peers, theirs: list[str], told: str
+) -> None:
+    peers.make(theirs).check_schema()
+    own = [*theirs[:1], "b (4,)"]
+    assert told in refusal(peers.make(own))
+
+
+@pytest.mark.parametrize("count", [MAX_PRINTED, 148, 1000], ids=str)
+def test_of_large_models_it_is_told_about_where_they_differ(peers: Peers, count: int) -> None:
+    """GPT-2 has 148 tensors."""
+    schema = [f"layer {n} (3,) torch.float32" for n in range(count)]
+    peers.make(schema).check_schema()
+    schema[count - 3] = f"layer {count - 3} (4,) torch.float32"
+    text = refusal(peers.make(schema))
+    named = [int(number) for number in re.findall(r"layer (\d+)", text)]
+    assert named[0] <= count - 3 <= named[-1]
+    assert named[-1] - named[0] < 10
 
 
 @pytest.mark.parametrize("theirs", ["one", "another", ""])

@@ -276,6 +276,35 @@ def test_a_peer_leaves_in_time_though_it_owes_something_and_is_busy(runs: list[R
     assert 1.0 <= took < 1.4
 
 
+class Interrupted:
+    """Ctrl+C comes while somebody waits for this."""
+
+    @property
+    def owes(self) -> bool:
+        raise KeyboardInterrupt
+
+    def join(self, timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("waits_for", ["_chunks", "_thread"])
+def test_ctrl_c_while_it_stops_leaves_neither_connections_nor_its_thread(runs: list[Run], waits_for: str) -> None:
+    """In a notebook the process lives on, and a second teardown has nothing to stop."""
+    run = Run(["a", "b"], Layout(1000, chunk_elements=1000), secure=False)
+    runs.append(run)
+    driver, links = run.drivers["a"], run.town.links["a"]
+    wait_for(links.connected, "a connection")
+    thread, whole = driver._thread, getattr(driver, waits_for)
+    setattr(driver, waits_for, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        driver.stop(5.0)
+    setattr(driver, waits_for, whole)
+    assert not links.connected()
+    wait_for(lambda: not thread.is_alive(), "the thread has ended")
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(run.town.ports["a"], timeout=1.0):
+        pass
+
+
 def test_a_peer_without_samples_gets_the_average_and_changes_nothing(runs: list[Run]) -> None:
     run = Run(["a", "b", "c"], Layout(5000, chunk_elements=1000), secure=False)
     runs.append(run)

@@ -13,7 +13,15 @@ import pytest
 
 from lightning_hivemind.engine.native.wire import connection
 from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
-from lightning_hivemind.engine.native.wire.connection import Follower, close, has_ended, read_exactly, tune, write
+from lightning_hivemind.engine.native.wire.connection import (
+    Follower,
+    close,
+    has_ended,
+    read_exactly,
+    receive,
+    tune,
+    write,
+)
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.speed import Line, Sent, line_of, sent
 from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
@@ -267,6 +275,23 @@ def test_a_record_of_tls_may_take_longer_than_the_time_out_as_long_as_some_of_it
         assert time.monotonic() - began > TIMEOUT_S
     drips.close()
     close(writes)
+
+
+def test_silence_lasts_for_the_whole_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time-out of TLS is over when a record is not whole: then some of it was perhaps heard a moment ago."""
+    monkeypatch.setattr(connection, "silent_s", lambda sock: 1.1)
+    reads, writes = socket.socketpair()
+    with reads, writes:
+        reads.settimeout(2.0)
+        late = threading.Timer(2.1, lambda: writes.sendall(b"x"))
+        late.start()
+        assert receive(reads, memoryview(bytearray(1))) == 1
+        late.join()
+        reads.settimeout(1.2)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            receive(reads, memoryview(bytearray(1)))
+        assert 1.3 <= time.monotonic() - began < 2.2
 
 
 def _carry(source: socket.socket, target: socket.socket) -> None:

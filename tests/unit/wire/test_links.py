@@ -19,13 +19,13 @@ from lightning_hivemind.engine.native.wire import lanes
 from lightning_hivemind.engine.native.wire import links as links_module
 from lightning_hivemind.engine.native.wire import outlet as outlet_module
 from lightning_hivemind.engine.native.wire import reach as reach_module
-from lightning_hivemind.engine.native.wire.connection import close, wake
+from lightning_hivemind.engine.native.wire.connection import TOKEN_BYTES, close, wake
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.sink import Introduction
 from lightning_hivemind.engine.native.wire.speed import Line
-from lightning_hivemind.engine.native.wire.tls import Certificate
+from lightning_hivemind.engine.native.wire.tls import Certificate, client_context
 from lightning_hivemind.errors import WireError
 from swarm.town import WAIT_S, Town, wait_for
 from unit.forked import in_a_child
@@ -757,6 +757,51 @@ def test_who_sends_garbage_all_day_is_told_of_once(town: City, caplog: pytest.Lo
         wait_for(lambda: not town.links["first"]._inlets, "it is gone")
     told = [record for record in caplog.records if "a connection of a stranger was closed" in record.message]
     assert len(told) == 1
+
+
+def test_that_somebody_has_another_release_is_told_between_all_the_garbage(
+    town: City, caplog: pytest.LogCaptureFixture
+) -> None:
+    town.settle("first")
+    newer = bytearray(Header(kind=Kind.HELLO, length=TOKEN_BYTES).pack() + bytes(TOKEN_BYTES))
+    newer[4] += 1  # behind the magic
+    for said in (bytes(200), bytes(newer)):
+        stranger = socket.create_connection(town.ports["first"], timeout=WAIT_S)
+        if town.secure:
+            stranger = client_context().wrap_socket(stranger)
+        with stranger, contextlib.suppress(OSError):
+            stranger.sendall(said)
+            while stranger.recv(1000):
+                pass
+        wait_for(lambda: not town.links["first"]._inlets, "it is gone")
+    assert "use the same release on all peers" in caplog.text
+
+
+def test_of_connections_that_starve_one_another_the_one_that_is_silent_takes_nothing_with_it() -> None:
+    """A peer that is heard on another connection all the while is neither lost nor cut off from what is sent to it."""
+    town = City(secure=False)
+    links = town.settle("first")
+    town.settle("second").send("first", Header(kind=Kind.INPUT, length=2), (b"hi",))
+    wait_for(lambda: town.ledgers["first"].frames and links.connected(), "both directions")
+    outlet, (silent,) = links._outlets["second"], links._inlets
+    here, there = socket.socketpair()
+    other = links_module._Inlet(here, "second", since=time.monotonic() - 2 * DETECT_S)
+    links._inlets.add(other)
+    links._ended(silent, TimeoutError())
+    assert links._outlets["second"] is outlet
+    assert not outlet.reach.closed
+
+    # but one that was made since then may be another way to where it is now: what is sent goes that way, too
+    other.since = time.monotonic()
+    links._ended(silent, TimeoutError())
+    assert outlet.reach.closed
+    wait_for(lambda: "second" in links.connected(), "there are both directions again, though nothing was to be sent")
+
+    links._ended(other, TimeoutError())
+    assert ("second", "silent for too long") in town.ledgers["first"].losses
+    close(here)
+    close(there)
+    town.close()
 
 
 def test_tokens_that_nobody_uses_do_not_pile_up(town: City) -> None:

@@ -58,6 +58,17 @@ def test_a_peer_that_takes_the_connection_lives_and_is_asked(
     assert "p" in asked
 
 
+def test_a_daemon_of_one_s_own_that_is_gone_is_no_end_of_the_other_peer(
+    reach: Reach, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> Introduction:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(reach, "_introduce", refused)
+    with pytest.raises(Gone, match=r"cannot be reached: .*refused"):
+        reach.connect()
+
+
 def test_who_throws_out_whoever_comes_is_asked_too(reach: Reach, listener: socket.socket, asked: list[str]) -> None:
     """A router that takes connections for a peer, say."""
     thrown_out: list[int] = []

@@ -103,15 +103,18 @@ class Driver:
     def stop(self, timeout_s: float) -> None:
         """End the thread and its connections; who is late with the results of the last steps gets them first."""
         deadline = time.monotonic() + timeout_s
-        while self._chunks is not None and self._chunks.owes and time.monotonic() < deadline - timeout_s / 2:
-            time.sleep(LINGER_S)
-        self._stopping = True
-        self._wakefulness.stop()
-        self._events.put(lambda now: None)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        self._events.close()
-        if self._links is not None:
-            self._links.close(max(0.0, deadline - time.monotonic()))
+        try:
+            while self._traffic.owes and time.monotonic() < deadline - timeout_s / 2:
+                time.sleep(LINGER_S)
+        finally:  # also of Ctrl+C
+            self._stopping = True
+            self._wakefulness.stop()
+            self._events.put(lambda now: None)
+            try:
+                self._thread.join(max(0.0, deadline - time.monotonic()))
+            finally:
+                self._events.close()
+                self._connections.close(max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ what the training side says
 
@@ -151,16 +154,13 @@ class Driver:
 
     def room(self, peer: PeerId, header: Header) -> memoryview | None:
         match header.kind:
-            case Kind.MESSAGE:
-                if header.length > MAX_MESSAGE_BYTES:
-                    raise WireError(f"a message of {header.length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+            case Kind.MESSAGE | Kind.REQUEST:
+                most = MAX_MESSAGE_BYTES if header.kind is Kind.MESSAGE else MAX_QUESTION_BYTES
+                if header.length > most:
+                    raise WireError(f"a {header.kind.name} of {header.length} bytes; at most {most} are taken")
                 return memoryview(bytearray(header.length))
             case Kind.INPUT | Kind.RESULT if self._chunks is not None:
                 return self._chunks.room(peer, header)
-            case Kind.REQUEST:
-                if header.length > MAX_QUESTION_BYTES:
-                    raise WireError(f"a question of {header.length} bytes; at most {MAX_QUESTION_BYTES} are taken")
-                return memoryview(bytearray(header.length))
             case kind if kind in KINDS and self._carrying is not None:
                 return self._carrying.room(peer, header)
             case Kind.STATE if self._downloads is not None:

@@ -128,15 +128,17 @@ class Introductions:
 
     def close(self) -> None:
         """Stop answering. Safe to call twice."""
-        if self._streams is not None:
-            self._streams.close()
-        with self._closing:
-            stops = self._thread.is_alive() and not self._closed
-            self._closed = True
-            if stops:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread.is_alive():
-            self._thread.join(STOP_S)
+        try:
+            if self._streams is not None:
+                self._streams.close()
+        finally:
+            with self._closing:
+                stops = self._thread.is_alive() and not self._closed
+                self._closed = True
+                if stops:
+                    self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._thread.is_alive():
+                self._thread.join(STOP_S)
 
     # ------------------------------------------------------------------ the thread
 

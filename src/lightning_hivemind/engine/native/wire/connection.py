@@ -199,20 +199,30 @@ def pieces(header: Header, payload: Payload, most: int = PIECE_BYTES) -> Iterato
 def receive(sock: socket.socket, memory: memoryview) -> int:
     """Some bytes into ``memory``; returns how many.
 
-    Raises OSError when the connection is gone, or nothing comes for as long as its time-out: over a slow line a record
-    of TLS may take longer than that to be whole.
+    Raises OSError when the connection is gone, or nothing comes for as long as its time-out. (TLS's own is for a whole
+    record, which may take longer over a slow line.)
     """
     while True:
         try:
             count = sock.recv_into(memory)
         except TimeoutError:
             silent, limit_s = silent_s(sock), sock.gettimeout()
-            if silent is None or limit_s is None or silent > limit_s / 2:
+            if silent is None or limit_s is None or not _comes(sock, limit_s - silent):
                 raise
             continue
         if count == 0:
             raise ConnectionResetError("the other end has closed the connection")
         return count
+
+
+def _comes(sock: socket.socket, within_s: float) -> bool:
+    """Whether there is anything to read, of a record that is not whole either; waits for it."""
+    poll = select.poll()
+    try:
+        poll.register(sock, select.POLLIN)
+        return bool(poll.poll(1e3 * max(0.0, within_s)))
+    except (OSError, ValueError):  # closed here meanwhile
+        return False
 
 
 def read_exactly(sock: socket.socket, memory: memoryview) -> None:

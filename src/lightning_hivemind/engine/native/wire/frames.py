@@ -20,6 +20,10 @@ PIECE_BYTES = 256 << 10
 _IN_PIECES = 0x80  # of the byte that says the kind
 
 
+class OtherProtocol(WireError):
+    """The other end is of another release, and each frame of it is no use here."""
+
+
 class Kind(IntEnum):
     """What follows a header."""
 
@@ -67,6 +71,7 @@ class Header:
 
         Raises:
             WireError: these are no header of this protocol: the stream cannot be read on.
+            OtherProtocol: they are one of another release.
         """
         return _read(bytes(data))
 
@@ -79,7 +84,7 @@ def _read(data: bytes) -> Header:
     if magic != _MAGIC:
         raise WireError(f"no frame of lightning-hivemind: it begins with {magic!r}")
     if protocol != PROTOCOL:
-        raise WireError(f"protocol {protocol}, this peer speaks {PROTOCOL}: use the same release on all peers")
+        raise OtherProtocol(f"protocol {protocol}, this peer speaks {PROTOCOL}: use the same release on all peers")
     try:
         known = Kind(kind & ~_IN_PIECES)
     except ValueError:

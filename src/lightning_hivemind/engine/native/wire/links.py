@@ -12,14 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from lightning_hivemind.engine.native.wire.connection import (
-    TOKEN_BYTES,
-    close,
-    read_exactly,
-    tune,
-    wake,
-    why,
-)
+from lightning_hivemind.engine.native.wire.connection import TOKEN_BYTES, close, read_exactly, tune, wake, why
 from lightning_hivemind.engine.native.wire.dial import dial
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.lanes import MOST as MOST_LANES
@@ -224,7 +217,7 @@ class Links:
         with self._lock:
             self._inlets.discard(inlet)
             outlet = self._outlets.get(inlet.peer) if inlet.peer is not None else None
-            replaced = any(one.peer == inlet.peer for one in self._inlets)
+            since = [one.since for one in self._inlets if one.peer == inlet.peer]
         if self._closed:
             return
         if not isinstance(error, OSError):
@@ -233,11 +226,15 @@ class Links:
             return
         if isinstance(error, TimeoutError):
             # it sends nothing, not even pings: frozen or cut off, whatever becomes of what is sent to it
+            if since and min(since) < time.monotonic() - self._detect_s:
+                return  # but on another one it was heard all the while: these starve one another
             if outlet is not None:
                 self._forget(outlet)  # also if it is heard again: it may have gone the way of the inlet
-            if not replaced:
+            if since:
+                self.send(inlet.peer, Header(kind=Kind.PING))  # both directions again
+            else:
                 self._sink.lost(inlet.peer, why(error))
-        elif not replaced and (outlet := self._outlet(inlet.peer)) is not None:
+        elif not since and (outlet := self._outlet(inlet.peer)) is not None:
             outlet.probe()  # it connects again, or this finds that it is dead
 
     def _warn(self, who: str, error: Exception) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from lightning_hivemind.engine.native.wire.connection import (
     Follower,
     break_if_unheard,
+    close,
     has_ended,
     pieces,
     wake,
@@ -135,8 +136,11 @@ class Outlet:
         reason = ""
         try:
             while not self.reach.closed:
-                with self.reach.connect() as sock:
+                sock = self.reach.connect()
+                try:
                     self._pump(sock)
+                finally:
+                    close(sock)
         except Gone as error:
             reason = str(error)
         except Exception as error:  # whatever it is, the peer must not wait for ever for what is sent to it

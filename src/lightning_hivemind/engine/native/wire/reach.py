@@ -26,6 +26,7 @@ PROBES = 3
 IMPROVE_S = 30.0
 #: connections in a row that ended as soon as they were made
 MOST_BROKEN = 5
+ENDED = "its process has ended: nobody listens at its address"
 
 
 class Gone(Exception):
@@ -85,13 +86,13 @@ class Reach:
         start = time.monotonic()
         self._broken = self._broken + 1 if start - self._connected_at < self._patience_s else 0
         if self._broken > MOST_BROKEN:
-            raise Gone("its connections end as soon as they are made")
+            raise Gone("its connections end as soon as they are made (does it run another release of this package?)")
         untried = set(self._ways)
         while True:
+            if self._is_gone():
+                raise Gone(ENDED)
             answered, way = False, self.way
             try:
-                if self._is_gone():
-                    raise ConnectionRefusedError
                 with self._may_be_dialled():
                     introduction = self._introduce(self.peer, way is Way.INVITE)
                     answered = True
@@ -99,8 +100,8 @@ class Reach:
                     sock = self._go(way, introduction, self._patience_s / 2)
                 break
             except (OSError, LightningHivemindError) as error:
-                if isinstance(error, ConnectionRefusedError) and self._endpoint is not None:
-                    raise Gone("its process has ended: nobody listens at its address") from None
+                if answered and isinstance(error, ConnectionRefusedError) and self._endpoint is not None:
+                    raise Gone(ENDED) from None
                 another = answered and self._endpoint is None  # it lives, and this is not the way to it
                 if another:
                     self.way = self._ways[(self._ways.index(way) + 1) % len(self._ways)]
