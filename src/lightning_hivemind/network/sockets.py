@@ -5,6 +5,7 @@ as one, and the processes that belong to a peer can be told from all others by t
 
 One more is made by Python's multiprocessing, in ``/tmp/pymp-...``, as soon as hivemind sends a future to a child: the
 trainer passes file descriptors over it. It serves the trainer for its whole life, so it goes only when that has died.
+Where the trainer was started by multiprocessing it lies among those of whoever started it, and goes alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from multiprocessing import resource_sharer
+from multiprocessing import resource_sharer, util
 from pathlib import Path
 
 from lightning_hivemind.errors import DaemonError
@@ -104,8 +105,10 @@ class SocketDirectory:
         """Write down where this process passes file descriptors, so that it can be removed when it was killed."""
         address = getattr(resource_sharer._resource_sharer, "_address", None)  # type: ignore[attr-defined]
         if isinstance(address, str):
+            directory = os.path.dirname(address)
+            lines = [address, *[directory] * _was_made_here(directory)]
             try:
-                (self.path / _LISTENER).write_text(address, encoding="utf-8")
+                (self.path / _LISTENER).write_text("\n".join(lines), encoding="utf-8")
             except OSError as error:
                 raise DaemonError(
                     f"{self.path}: cannot be written: {error}. Nothing was started. Free some room there, or set TMPDIR"
@@ -151,15 +154,22 @@ def _remove_stale(parent: Path) -> None:
             os.close(lock)
 
 
+def _was_made_here(directory: str) -> bool:
+    """Whether this process made multiprocessing's directory: children, and forks, have that of their maker."""
+    mine = [one for one in list(util._finalizer_registry.values()) if one._pid == os.getpid()]  # type: ignore[attr-defined]
+    return any(isinstance(given, str) and given == directory for one in mine for given in one._args or ())
+
+
 def _remove_listener(directory: Path) -> None:
-    """Remove the dead maker's multiprocessing sockets, its children's beside its own, and their directory."""
+    """Remove the dead maker's multiprocessing socket, and, if it was its own, the directory with its children's."""
     try:
-        listener = Path((directory / _LISTENER).read_text(encoding="utf-8"))
-        for socket in listener.parent.glob("listener-*"):
-            if stat.S_ISSOCK(socket.lstat().st_mode):
+        listener, *own = map(Path, (directory / _LISTENER).read_text(encoding="utf-8").splitlines())
+        for socket in [listener, *(found for one in own for found in one.glob("listener-*"))]:
+            if socket.exists() and stat.S_ISSOCK(socket.lstat().st_mode):
                 socket.unlink(missing_ok=True)
-        if listener.parent.name.startswith("pymp-"):
-            listener.parent.rmdir()
+        for one in own:
+            if one.name.startswith("pymp-"):
+                one.rmdir()
     except OSError:  # never made, removed by another child meanwhile, or the directory is still in use
         return
 

@@ -116,6 +116,53 @@ def test_no_writable_place_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch)
         SocketDirectory.create()
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_dead_maker_s_socket_is_removed_alone_where_others_live_in_its_directory(tmp_path: Path, method: str) -> None:
+    """What a script starts with multiprocessing has the script's directory, and so have the script's other children."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import multiprocessing as mp, os, pickle, signal, sys, time
+from multiprocessing import reduction, resource_sharer
+from lightning_hivemind.network.sockets import SocketDirectory
+
+def train(told):
+    directory = SocketDirectory.create()
+    reduction.ForkingPickler.dumps(mp.Pipe()[0])  # what sending a future does
+    directory.note_listener()
+    told.send((resource_sharer._resource_sharer._address, str(directory.path)))
+    if os.fork() == 0:
+        while os.getppid() == directory._owner_pid:
+            pass
+        directory.remove()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def ends(told):
+    told.send("the others go on")
+
+if __name__ == "__main__":
+    context = mp.get_context(sys.argv[1])
+    reduction.ForkingPickler.dumps(mp.Pipe()[0])
+    own = resource_sharer._resource_sharer._address
+    heard, told = context.Pipe()
+    trainer = context.Process(target=train, args=(told,))
+    trainer.start()
+    listener, directory = heard.recv()
+    assert os.path.dirname(listener) == os.path.dirname(own)
+    while os.path.exists(directory) or os.path.exists(listener):
+        time.sleep(0.02)
+    assert os.path.exists(own)
+    other = context.Process(target=ends, args=(told,))
+    other.start()
+    print(heard.recv())
+""",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, script, method], stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.stdout == "the others go on\n"
+
+
 def test_the_multiprocessing_socket_of_a_dead_maker_is_removed_with_its_directory(tmp_path: Path) -> None:
     code = """
 import multiprocessing as mp, os, pickle, signal
