@@ -1,4 +1,4 @@
-"""Repeats that were measured before, of the same plan on such a machine: seven take longer than one has a quiet one."""
+"""What was measured before on such a machine: seven repeats of all cases take longer than one has a quiet one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def measured_before(
 ) -> tuple[list[Turn], dict[str, str]]:
     """The turns of ``results/<name>.json``, and its facts; ``facts`` are of this machine.
 
-    Raises OtherMeasurement: there is none, or it is of another plan, machine or version of a package.
+    Raises OtherMeasurement: there is none, or it is of another machine or version of a package, or of other turns in a
+    case of the plan.
     """
     path = RESULTS / f"{name}.json"
     if not path.exists():
@@ -36,9 +37,16 @@ def measured_before(
             raise OtherMeasurement(f"--more: {path.name} has {fact} {found.get(fact)!r}, this is {value!r}")
     turns = [_turn(record) for record in found["turns"]]
     asked = [spec for specs in plan for spec in specs]
-    if unknown := next((turn.spec for turn in turns if turn.spec not in asked), None):
+    cases = {spec.case for spec in asked}
+    if unknown := next((turn.spec for turn in turns if turn.spec.case in cases and turn.spec not in asked), None):
         raise OtherMeasurement(f"--more: {path.name} has other turns, such as {unknown}; give the same arguments")
     return turns, {fact: found[fact] for fact in _OWN}
+
+
+def next_repeat(before: Sequence[Turn], specs: Sequence[TurnSpec]) -> int:
+    """Of the case of these."""
+    cases = {spec.case for spec in specs}
+    return 1 + max((turn.repeat for turn in before if turn.spec.case in cases), default=-1)
 
 
 def both(before: Mapping[str, str], facts: Mapping[str, str]) -> dict[str, str]:

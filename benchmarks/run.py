@@ -25,7 +25,7 @@ from pathlib import Path
 from bench_bars import bars_of_turns
 from bench_forecast import forecast_bars, forecast_specs, forecast_table
 from bench_joiner import Joiner, joiner_bars, joiner_table, run_joiner
-from bench_more import OtherMeasurement, both, measured_before
+from bench_more import OtherMeasurement, both, measured_before, next_repeat
 from bench_plan import averaging_specs, full_plan, quick_plan, shortest_plan
 from bench_results import Run, report, write
 from bench_spec import TurnSpec
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=40.0, help="begin no repeat that would probably end later (not --joiner)"
     )
     parser.add_argument(
-        "--more", action="store_true", help="join the repeats with those of the results so far (not --joiner)"
+        "--more", action="store_true", help="join the repeats and cases with those of the results so far (not --joiner)"
     )
     parser.add_argument(
         "--only",
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table, bars = joiner_table(joined), joiner_bars(joined)
         records = [{"millions": size, **asdict(one)} for size, one in joined]
     else:
-        first = 1 + max((one.repeat for one in before), default=-1)
-        turns = before + run_repeats(only(plan, options.only), limit_s, options.keep, first)
+        firsts = [next_repeat(before, specs) for specs in plan]
+        turns = before + run_repeats(only(plan, options.only), limit_s, options.keep, firsts)
         table, records, repeats = tables(turns), [asdict(turn) for turn in turns], 1 + max(one.repeat for one in turns)
         bars, most_load = bars_of(turns), max(turn.load for turn in turns)
     facts = both(facts_before, run.facts(most_load=most_load, repeats=str(repeats)))
@@ -119,19 +119,28 @@ def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, first: int = 0) -> list[Turn]:
-    """At least one repeat, with the number ``first``; another only if it fits into ``limit_s`` judging by the last."""
+def run_repeats(
+    plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, firsts: Sequence[int] | None = None
+) -> list[Turn]:
+    """At least one repeat; another only if it fits into ``limit_s`` judging by the last.
+
+    Args:
+        firsts: the number of the first, in each case of the plan.
+    """
     turns: list[Turn] = []
     begin, next_s = time.monotonic(), 0.0
-    for repeat in range(first, max(first + 1, MOST_REPEATS)):
-        if repeat > first and time.monotonic() - begin + next_s > limit_s:
+    for more in range(MOST_REPEATS):
+        now = [(specs, first + more) for specs, first in zip(plan, firsts or [0] * len(plan), strict=True)]
+        now = [(specs, repeat) for specs, repeat in now if not more or repeat < MOST_REPEATS]
+        if not now or (more and time.monotonic() - begin + next_s > limit_s):
             break
-        for specs in plan:
+        done = len(turns)
+        for specs, repeat in now:
             for spec in rotated([one for one in specs if not (one.once and repeat)], repeat):
                 turn = run_turn(spec, repeat, keep)
                 turns.append(turn)
                 print(_progress(turn), file=sys.stderr, flush=True)
-        next_s = sum(turn.total_s for turn in turns if turn.repeat == repeat and not turn.spec.once)
+        next_s = sum(turn.total_s for turn in turns[done:] if not turn.spec.once)
     return turns
 
 

@@ -21,7 +21,7 @@ import bench_results
 import forks
 from bench_bars import Bar, at_most, bars_of_turns, bars_table, is_so
 from bench_joiner import Joiner, joiner_bars
-from bench_more import OtherMeasurement, both, measured_before
+from bench_more import OtherMeasurement, both, measured_before, next_repeat
 from bench_peer import Batches, Module
 from bench_plan import (
     ALONE,
@@ -55,6 +55,7 @@ from bench_stats import (
 from bench_tables import all_tables
 from bench_turn import Turn, read_turn
 from herd import BATCH, Herd
+from run import run_repeats
 
 WHOLE = Round(time=1.0, advanced=1, samples=32, contributors=2, fraction=1.0, wait_s=0.5)
 
@@ -441,8 +442,24 @@ def test_repeats_of_before_count_with_those_of_now(tmp_path: Path, monkeypatch: 
     assert both({}, later) == later
     with pytest.raises(OtherMeasurement, match="cores '2', this is '4'"):
         measured_before("averaging", plan, {**facts, "cores": "4"})
+    longer = [replace(spec, window_s=2 * spec.window_s) for spec in plan[0]]
     with pytest.raises(OtherMeasurement, match="other turns"):
-        measured_before("averaging", [averaging_specs(1, 4)], facts)
+        measured_before("averaging", [longer], facts)
+    another = averaging_specs(1, 4)
+    assert len(measured_before("averaging", [another], facts)[0]) == len(measured), "those of another case stay"
+    assert [next_repeat(found, specs) for specs in (plan[0], another)] == [1, 0]
+
+
+def test_each_case_goes_on_with_its_own_next_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "run.run_turn", lambda spec, repeat, keep: Turn(spec=spec, repeat=repeat, load=0.0, total_s=1.0)
+    )
+    plan = [averaging_specs(1, 2), averaging_specs(1, 4)]
+    turns = run_repeats(plan, 1e6, None, [5, 0])
+    found = {peers: sorted({one.repeat for one in turns if one.spec.peers == peers}) for peers in (2, 4)}
+    assert found == {2: [5, 6], 4: [*range(7)]}
+    assert {one.repeat for one in turns if one.spec.once} == {0}
+    assert {one.repeat for one in run_repeats(plan, 0.0, None, [7, 7])} == {7}, "one more, if it is asked for"
 
 
 def test_what_was_handed_to_another_peer_is_not_counted_twice() -> None:
