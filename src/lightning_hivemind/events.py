@@ -86,7 +86,8 @@ class BatchAccumulated(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDropped(Event):
-    """A micro-batch did not count: ``reason`` is ``"non-finite gradient"`` or ``"overflow"`` (the loss scale)."""
+    """A micro-batch did not count: ``reason`` is ``"non-finite gradient"``, ``"overflow"`` (the loss scale), or
+    ``"optimizer.step() was not called"`` (by an ``optimizer_step()`` of the module's own)."""
 
     level: ClassVar[int] = logging.WARNING
     sentence: ClassVar[str] = "global step {epoch}: {samples} samples dropped: {reason}"

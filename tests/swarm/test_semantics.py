@@ -77,6 +77,35 @@ def test_limits_count_batches_and_optimizer_hooks_global_steps(swarm: Swarm) -> 
     assert [one["batch"] for one in peer.said("validated")] == [6]
 
 
+OWN_STEP = """[type("Own", (pl.Callback,), {"on_fit_start": lambda self, trainer, model: setattr(
+    model, "optimizer_step", lambda epoch, index, optimizer, closure: %s
+)})()]"""
+
+
+@ANY_ENGINE
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "in place"])
+def test_a_module_whose_optimizer_step_calls_the_closure_itself_contributes_all_the_same(
+    swarm: Swarm, reuse: bool
+) -> None:
+    limits = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 8, "num_sanity_val_steps": 0}
+    code, strategy = {"callbacks": OWN_STEP % "(closure(), optimizer.step())"}, {"reuse_grad_buffers": reuse}
+    peer = alone(swarm, trainer=limits, trainer_code=code, strategy=strategy)
+    assert peer.said("finished")[0]["global_step"] == 4
+    assert not peer.said("BatchDropped")
+
+
+@ANY_ENGINE
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "in place"])
+def test_a_batch_whose_optimizer_step_is_left_out_is_dropped_and_told(swarm: Swarm, reuse: bool) -> None:
+    """As one does in a plain Trainer to update at every second batch."""
+    limits = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 16, "num_sanity_val_steps": 0}
+    code = {"callbacks": OWN_STEP % "optimizer.step(closure) if index % 4 > 1 else closure()"}
+    peer = alone(swarm, trainer=limits, trainer_code=code, strategy={"reuse_grad_buffers": reuse})
+    dropped = peer.said("BatchDropped", reason="optimizer.step() was not called")
+    assert (len(dropped), sum(one["samples"] for one in dropped)) == (8, 8 * 8)
+    assert peer.said("finished")[0]["global_step"] == 4
+
+
 SWAPS = """[type("Swaps", (pl.Callback,), {
     "on_validation_start": lambda self, trainer, model: (
         setattr(self, "kept", [one.detach().clone() for one in model.parameters()]),

@@ -8,38 +8,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 _P2P_CODE = b"\xa5\x03"  # 421 as a varint (https://github.com/multiformats/multiaddr/blob/master/protocols.csv)
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """Stands in for a ``Multiaddr``."""
-
-    data: bytes
-
-    def to_bytes(self) -> bytes:
-        return self.data
-
-
 async def dial(p2p: P2P, peer: str, addresses: Iterable[str]) -> None:
-    """Connect the daemon to ``peer``.
+    """Connect the daemon to ``peer``. (hivemind's own call leaves its descriptor open where it is cancelled.)
 
     Raises:
         ConnectionError: an address is none, or nobody with this id answers at any of them.
     """
     try:
-        encoded = [_Encoded(encode(address)) for address in addresses]
-        await p2p._client.connect(PeerID.from_base58(peer), encoded)  # no public way
+        asked = p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer).to_bytes(), addrs=map(encode, addresses))
     except ValueError as error:
         raise ConnectionError(f"an address of it that is none: {error}") from None
+    answer = p2pd_pb2.Response()
+    reader, writer = await p2p._client.control.daemon_connector.open_connection()  # no public way
+    try:
+        await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=asked))
+        await read_pbmsg_safe(reader, answer)
+        raise_if_failed(answer)
     except ControlFailure as error:
         raise ConnectionError(in_one_line(str(error))) from None
+    finally:
+        writer.close()
 
 
 def in_one_line(answer: str) -> str:

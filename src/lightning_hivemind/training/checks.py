@@ -48,6 +48,11 @@ def _check_callbacks(trainer: Any) -> None:
             "StochasticWeightAveraging changes the learning rate by each peer's own passes, so peers would end with"
             " unlike parameters. Use EMAWeightAveraging, which averages what the swarm has, or a scheduler."
         )
+    if "ModelPruning" in names:
+        raise ArgumentError(
+            "ModelPruning prunes after each peer's own passes, so peers would end with unlike masks. Prune the model"
+            " that the swarm has trained, without this strategy."
+        )
 
 
 def _check_devices(strategy: Any) -> None:

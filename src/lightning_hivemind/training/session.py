@@ -149,6 +149,10 @@ class TrainingSession:
                 f"{MOST_DROPPED} batches in a row had a {self.drop_reason}, so this peer contributes nothing. Look for"
                 " NaN in the data, or lower the learning rate. (Clipping gradients does not help against NaN.)"
             )
+        return self.discard(samples)
+
+    def discard(self, samples: int) -> int:
+        """Undo a batch; returns the samples that are lost with it."""
         if self._a.reuse_grad_buffers:  # it is in one sum with those before it
             return samples + self.engine.discard()
         return samples
@@ -222,6 +226,8 @@ class TrainingSession:
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hooks and clipping, on the averaged gradient, once per global step."""
         precision = self._strategy.precision_plugin
+        if self._a.engine == "native":  # of several steps in a row each has its own trainer.global_step
+            self._progress.follow(self.epoch, committed=False)
         if not self._a.delay_grad_averaging:
             precision._after_closure(self._module, optimizer)
             return

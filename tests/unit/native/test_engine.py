@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,18 @@ def test_a_batch_begins_in_the_middle_of_a_round_that_called_between_two_only_wi
     assert peer.begin() is not overlaps
     assert (peer.engine.epoch, peer.parts.handover.under_way) == ((0, True) if overlaps else (1, False))
     let_go()
+
+
+def test_after_its_last_step_a_peer_makes_no_other_though_a_batch_still_runs(make: Make) -> None:
+    """The last may be made before a batch: Lightning's loop ends after it only."""
+    peer = make()
+    peer.engine._training = replace(peer.engine._training, last_step=lambda: 1)
+    peer.begin()
+    peer.end(samples=16)
+    wait_for(lambda: peer.begin() or peer.engine.epoch == 1, "its last step")
+    assert not peer.end(samples=16)
+    assert not peer.begin()
+    assert peer.engine.epoch == 1
 
 
 def test_training_goes_on_once_averaging_timeout_and_matchmaking_time_are_over_without_a_step(

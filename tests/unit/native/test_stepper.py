@@ -305,6 +305,28 @@ def test_a_delayed_step_reaches_the_model_when_it_is_settled() -> None:
     trainee.stepper.close()
 
 
+@pytest.mark.parametrize("where", ["waits", "publishes"])
+def test_a_step_in_the_background_survives_ctrl_c(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The checkpoint that is written on an exception has it, and its number."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    trainee, given = Trainee("delayed"), averages(1)
+    trainee.begin(given[0], 1)
+    assert trainee.stepper._under_way is not None
+    with monkeypatch.context() as patched:
+        if where == "waits":
+            patched.setattr(trainee.stepper._under_way, "exception", interrupted)
+        else:
+            patched.setattr(trainee.stepper, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainee.stepper.settle(wait=True)
+    trainee.stepper.settle(wait=True)
+    assert same(trainee.parameters, plainly(given))
+    trainee.stepper.close()
+
+
 def test_what_fails_in_the_background_is_raised_when_it_is_settled() -> None:
     def fails(closure: object = None) -> None:
         raise RuntimeError("out of memory")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("hivemind")
 
-from lightning_hivemind.network.dialing import encode, in_one_line
+from lightning_hivemind.network.dialing import dial, encode, in_one_line
 
 PEER = "12D3KooWKqmwm5m8ASfxZjnXdhmWSzUgT21rXrCkf4H2dxpJhCY8"
 #: an ed25519 key as libp2p writes it: an identity multihash of 36 bytes
@@ -33,6 +38,28 @@ def test_an_address_is_written_as_its_specification_says(text: str, data: bytes)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="Invalid"):
         encode(text)
+
+
+def test_a_dial_that_is_given_up_leaves_nothing_open(tmp_path: Path) -> None:
+    """The daemon answers once libp2p has given up, too, which takes longer."""
+
+    async def run() -> None:
+        ended, path = asyncio.Event(), str(tmp_path / "control")
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            ended.set()
+            writer.close()
+
+        server = await asyncio.start_unix_server(silent, path)
+        connector = SimpleNamespace(open_connection=lambda: asyncio.open_unix_connection(path))
+        p2p: Any = SimpleNamespace(_client=SimpleNamespace(control=SimpleNamespace(daemon_connector=connector)))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(dial(p2p, PEER, ["/ip4/1.2.3.4/tcp/80"]), 0.2)
+        await asyncio.wait_for(ended.wait(), 30.0)
+        server.close()
+
+    asyncio.run(run())
 
 
 def test_a_failed_attempt_is_told_in_one_line() -> None:

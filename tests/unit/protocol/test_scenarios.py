@@ -140,6 +140,44 @@ def test_a_head_whose_state_nobody_has_any_more_is_given_up_for_good() -> None:
     assert table.applied[SECOND] == table.applied[THIRD] != []
 
 
+def test_who_was_lost_and_comes_back_is_followed_to_a_head_that_was_given_up_without_it() -> None:
+    """It has the state; who lived when it was given up has not, and is not followed."""
+    table, ahead = one_ahead()
+    second = table.peers[SECOND]
+    second.adopt(ahead.head, (ahead,), table.now)
+    for _ in range(2):
+        second.lost(FIRST, table.now)
+    second.give_up(ahead.parent, table.now)
+    second.take()
+    news = News(head=ahead.head, commits=(ahead,))
+    second.receive(THIRD, news, table.now)
+    assert not any(isinstance(action, CatchUp) for action in second.take())
+    second.receive(FIRST, news, table.now)
+    assert CatchUp(head=ahead.head, commits=(ahead,)) in second.take()
+
+
+def test_a_laptop_that_slept_while_a_joiner_took_its_state_is_found_again() -> None:
+    """With ``min_group_size`` neither steps without the other: they stood apart for good."""
+    table = Table([FIRST, SECOND], replace(SETTINGS, min_group_size=2))
+    root = table.peers[FIRST].head
+    assert root is not None
+    table.train(**{FIRST: 20, SECOND: 20})
+    table.flow()
+    (commit,) = table.applied[FIRST]
+    joiner = table.peers[SECOND]
+    table.hold = lambda *_: True
+    for _ in range(2):
+        joiner.lost(FIRST, table.now)
+    joiner.give_up(root, table.now)  # it had followed, and had nothing of it yet
+    table.flow()
+    table.held.clear()
+    table.hold = lambda *_: False
+    table.train(**{FIRST: 20, SECOND: 20})
+    joiner.saw(FIRST, Place(head=commit.head, samples=20, stamp=table.now + 1.0), table.now)
+    table.wait(5.0)
+    assert any(isinstance(action, CatchUp) and action.head == commit.head for name, action in table.done)
+
+
 def test_who_takes_a_state_tells_everybody_so() -> None:
     """A helper stands nowhere before it hears of a head; its record says for seconds that it still does.
 

@@ -78,8 +78,9 @@ def test_a_module_without_a_shape_is_refused() -> None:
         (pl.callbacks.LearningRateFinder, "before the fit"),
         (pl.callbacks.BatchSizeFinder, "before the fit"),
         (lambda: pl.callbacks.StochasticWeightAveraging(0.1), "by each peer's own passes"),
+        (lambda: pl.callbacks.ModelPruning("l1_unstructured"), "unlike masks"),
     ],
-    ids=["learning rate", "batch size", "SWA"],
+    ids=["learning rate", "batch size", "SWA", "pruning"],
 )
 def test_a_callback_that_would_part_peers_is_refused(callback: Any, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):

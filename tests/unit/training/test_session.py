@@ -55,6 +55,17 @@ def test_overridden_gradient_clipping_is_called_without_gradient_clip_val_too(ar
     assert model.clipped == [{"gradient_clip_val": None, "gradient_clip_algorithm": None}]
 
 
+def test_of_several_steps_in_a_row_each_has_its_own_global_step_in_hooks() -> None:
+    """After a long validation, say, while the others stepped on: what a hook does by it must be the same everywhere."""
+    session, trainer, model = make_session()
+    engine, seen = CountingEngine(epoch=0), list[int]()
+    session.engine = cast(Engine, engine)
+    model.on_before_optimizer_step = lambda optimizer: seen.append(trainer.global_step)
+    for engine.epoch in (4, 5, 6):
+        session._before_optimizer_step(trainer.optimizers[0])
+    assert seen == [4, 5, 6]
+
+
 class CountingEngine:
     """An engine alone in its swarm, whose step does nothing."""
 

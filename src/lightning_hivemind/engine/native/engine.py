@@ -276,8 +276,9 @@ class NativeEngine:
                 assert step.average is not None, "a step whose average is not here"
                 average, carried = self._gradients.unpack(step.average, commit.parent.epoch)
                 self._stepper.step(average, head, step.counted, carried, mine=step.mine)
-            self._note_parameters()
         self._head = head
+        if not self._a.auxiliary:
+            self._note_parameters()
         changed = self._running().handover.changed
         with changed:
             changed.notify_all()  # who waits for a state of it
@@ -376,7 +377,9 @@ class NativeEngine:
 
     @property
     def _stopped(self) -> bool:
-        return self._stop_epoch is not None and self.epoch >= self._stop_epoch
+        """No more steps: the run has agreed on it, or this peer has made its last."""
+        last = self._training.last_step()
+        return (self._stop_epoch is not None and self.epoch >= self._stop_epoch) or 0 <= last <= self.epoch
 
     @property
     def _limit_s(self) -> float:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_hivemind.argument_rules import needless
 from lightning_hivemind.arguments import Arguments
@@ -30,6 +31,7 @@ from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.engine.native.wire.frames import Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.tls import Certificate
 from lightning_hivemind.errors import AddressError
@@ -145,7 +147,8 @@ def build(
         network.dht, run, links, fingerprint=fingerprint, port=port, timeout_s=INTRODUCTION_S, ipv6=ipv6
     )
     introductions.append(asks)
-    donor = Donor(links.send, copy_state, links.forget, lambda: handover.under_way)
+    forget = partial(links.forget, kind=Kind.STATE)  # (the number of a download is what its taker says: a round's, too)
+    donor = Donor(links.send, copy_state, forget, lambda: handover.under_way)
     downloads = Downloads(links.send, arguments.next_chunk_timeout, state_memory)
     driver.start(links, donor, downloads)
     try:

@@ -161,9 +161,11 @@ class Stepper:
     def settle(self, *, wait: bool) -> None:
         """Give the model the step that was made in the background, if it is finished; ``wait`` until it is."""
         if self._under_way is not None and (wait or self._under_way.done()):
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
-            self.publish()
+            if (error := self._under_way.exception()) is None:
+                self.publish()  # Ctrl+C until here leaves it to the next settle(), that of a checkpoint, say
+            self._under_way = None
+            if error is not None:
+                raise error
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -139,7 +139,7 @@ class Leadership:
             better = message.better if message.better != self._me else None
             return better, "another round is under way"
         # (where nobody can get: whoever is there will give it up, too)
-        ahead = theirs not in self._standing.given_up and theirs.outweighs(mine)
+        ahead = theirs.outweighs(mine) and not self._standing.is_given_up(theirs, sender)
         return sender if ahead else None, "others are ahead"
 
     def on_done(self, sender: PeerId, message: Done, now: float) -> None:

@@ -150,9 +150,10 @@ class Peer:
         self._settle(now)
 
     def give_up(self, head: Head, now: float) -> None:
-        """Nobody that lives has the state of where this peer stands: go back to ``head``, and never there again."""
+        """Nobody that lives has the state of where this peer stands: go back to ``head``, and never there again, unless
+        somebody comes back who was lost until then."""
         if self.head is not None:
-            self._standing.given_up.add(self.head)
+            self._standing.give_up(self.head)
         self.adopt(head, (), now)
 
     def saw(self, peer: PeerId, place: Place, now: float) -> None:
@@ -313,7 +314,7 @@ class Peer:
                 rounds.on_still_on(sender, message, now)
             case News():
                 self._stands(sender, message.head)
-                self._on_news(message, now)
+                self._on_news(sender, message, now)
             case Probe():
                 self._roster.cuts_of(sender, message.cuts)
                 if message.asks:
@@ -330,11 +331,11 @@ class Peer:
         assert self._ahead is not None
         (sender, head, _), self._ahead = self._ahead, None
         if self._roster.reaches(sender) and self._roster.stands(sender, head):
-            self._on_news(News(head=head, commits=()), now)
+            self._on_news(sender, News(head=head, commits=()), now)
 
-    def _on_news(self, message: News, now: float) -> None:
+    def _on_news(self, sender: PeerId, message: News, now: float) -> None:
         head = self.head
-        if head is None or message.head in self._standing.given_up:
+        if head is None or self._standing.is_given_up(message.head, sender):
             return
         commits = following(head, message.commits)
         if not commits or commits[-1].head != message.head or not all(can_be_summed(c.contributions) for c in commits):

@@ -20,8 +20,8 @@ class Standing:
         self._roster, self._emit = roster, emit
         self.head: Head | None = None
         self.catching_up_to: Head | None = None
-        #: heads whose state nobody has any more
-        self.given_up: set[Head] = set()
+        #: heads whose state nobody had any more, and of each those who lived then
+        self._given_up: dict[Head, frozenset[PeerId]] = {}
         self.history = History()
 
     @property
@@ -33,6 +33,14 @@ class Standing:
     def heads(self) -> tuple[Head, ...]:
         """The head, and the one before it, as far as they are known."""
         return tuple(head for head in (self.head, self.history.before) if head is not None)
+
+    def give_up(self, head: Head) -> None:
+        """Nobody that lives has the state of it."""
+        self._given_up[head] = frozenset((*self._roster.living(), *self._roster.cut))
+
+    def is_given_up(self, head: Head, sender: PeerId) -> bool:
+        """Whether ``sender``, which stands there, was one of those without it. (Who comes back perhaps has it.)"""
+        return sender in self._given_up.get(head, ())
 
     def knows(self, head: Head) -> bool:
         """Whether this peer's lineage is or was there lately."""
