@@ -181,6 +181,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def on_train_start(self) -> None:
         """Before the first batch: take the swarm's state if it is ahead, or if this peer joins a run."""
+        self._has_gradient = False
         self._running().synchronise()
 
     # ------------------------------------------------------------------ trainer.fit(...): every batch

@@ -170,7 +170,7 @@ def _remove_listener(directory: Path) -> None:
         for one in own:
             if one.name.startswith("pymp-"):
                 one.rmdir()
-    except OSError:  # never made, removed by another child meanwhile, or the directory is still in use
+    except (OSError, ValueError):  # never made, or not whole; removed by another child; the directory is still in use
         return
 
 

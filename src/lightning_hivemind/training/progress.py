@@ -29,7 +29,7 @@ class LoopProgress:
         self._loop.__dict__.pop("_should_accumulate", None)
 
     def follow(self, epoch: int, *, committed: bool) -> None:
-        """After a batch: ``epoch`` global steps are made; ``committed`` if this batch completed the last of them."""
+        """``epoch`` global steps are made; ``committed``, after a batch: it completed the last of them."""
         steps = self._loop.automatic_optimization.optim_progress.optimizer.step
         steps.current.ready += max(0, epoch - steps.total.completed)
         steps.current.completed = steps.current.ready

@@ -118,6 +118,26 @@ def test_after_its_last_step_a_peer_makes_no_other_though_a_batch_still_runs(mak
     assert peer.engine.epoch == 1
 
 
+def test_who_has_made_its_last_step_does_not_run_after_those_that_go_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes their state once, though they are ahead again when it is here: it would never be where they are."""
+    peer, runs = make(), 0
+
+    def run(head: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        assert runs < 5, "one state after another"
+        return head
+
+    peer.engine._training = replace(peer.engine._training, last_step=lambda: 0)
+    monkeypatch.setattr(peer.engine._catching_up, "run", run)
+    monkeypatch.setattr(peer.parts.handover, "settle", lambda head: False)
+    peer.parts.handover.owe()
+    assert not peer.begin()
+    assert runs == 1
+
+
 def test_training_goes_on_once_averaging_timeout_and_matchmaking_time_are_over_without_a_step(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,18 @@ def test_a_directory_whose_processes_are_all_dead_is_removed_by_the_next_peer() 
     assert not left.exists()
 
 
+@pytest.mark.parametrize("noted", ["", "\n", "/nowhere/listener-x", "nonsense\0"])
+def test_what_a_dead_peer_could_not_write_down_stops_nobody(directory: SocketDirectory, noted: str) -> None:
+    """It was killed, or the disk was full, in the middle of it."""
+    (directory.path / "listener").write_text(noted, encoding="utf-8")
+    assert directory._lock is not None
+    os.close(directory._lock)
+    directory._lock = None
+    make_old(directory.path)
+    SocketDirectory.create().release()
+    assert not directory.path.exists()
+
+
 def test_an_old_directory_of_a_live_peer_is_kept(directory: SocketDirectory) -> None:
     make_old(directory.path)
     SocketDirectory.create().release()

@@ -230,7 +230,7 @@ class NativeEngine:
             if refused:
                 self._reports.refused(self.epoch, refused)
             self._report_handed(handover)
-            if handover.owes and not self._owes_nothing(handover):
+            if handover.owes and not self._owes_nothing(handover) and not self._stopped:
                 continue
             with handover.changed:
                 if not wait or self._stopped or handover.ready(self._head):

@@ -151,7 +151,7 @@ class Peer:
 
     def give_up(self, head: Head, now: float) -> None:
         """Nobody that lives has the state of where this peer stands: go back to ``head``, and never there again, unless
-        somebody comes back who was lost until then."""
+        somebody says so who was lost until then (or was not there)."""
         if self.head is not None:
             self._standing.give_up(self.head)
         self.adopt(head, (), now)

@@ -39,7 +39,7 @@ class Standing:
         self._given_up[head] = frozenset((*self._roster.living(), *self._roster.cut))
 
     def is_given_up(self, head: Head, sender: PeerId) -> bool:
-        """Whether ``sender``, which stands there, was one of those without it. (Who comes back perhaps has it.)"""
+        """Whether ``sender``, which stands there, was one of those without it. (Who comes later perhaps has it.)"""
         return sender in self._given_up.get(head, ())
 
     def knows(self, head: Head) -> bool:
