@@ -119,9 +119,7 @@ def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def run_repeats(
-    plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, firsts: Sequence[int] | None = None
-) -> list[Turn]:
+def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, firsts: Sequence[int]) -> list[Turn]:
     """At least one repeat; another only if it fits into ``limit_s`` judging by the last.
 
     Args:
@@ -130,7 +128,7 @@ def run_repeats(
     turns: list[Turn] = []
     begin, next_s = time.monotonic(), 0.0
     for more in range(MOST_REPEATS):
-        now = [(specs, first + more) for specs, first in zip(plan, firsts or [0] * len(plan), strict=True)]
+        now = [(specs, first + more) for specs, first in zip(plan, firsts, strict=True)]
         now = [(specs, repeat) for specs, repeat in now if not more or repeat < MOST_REPEATS]
         if not now or (more and time.monotonic() - begin + next_s > limit_s):
             break

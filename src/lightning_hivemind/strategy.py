@@ -191,6 +191,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         session = self._running()
         if self._has_gradient:  # an optimizer_step() of the module's own computed it, and went no further
             self._tell_dropped(session.discard(self._batch_samples), "optimizer.step() was not called")
+        self._has_gradient = False
         self._batch_samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)
         session.begin_batch()
 
@@ -215,7 +216,6 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         return loss
 
     def _tell_dropped(self, samples: int, reason: str) -> None:
-        self._has_gradient = False
         self.events.emit(BatchDropped(epoch=self.global_epoch, samples=samples, reason=reason))
 
     # ------------------------------------------------------------------ checkpoints

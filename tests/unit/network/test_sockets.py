@@ -128,13 +128,28 @@ def test_no_writable_place_is_said_with_the_fix(monkeypatch: pytest.MonkeyPatch)
         SocketDirectory.create()
 
 
+IS_KILLED = """
+import os, signal
+
+def is_killed(directory):
+    \"\"\"This process, the maker; a child of it removes the directory.\"\"\"
+    if os.fork() == 0:
+        while os.getppid() == directory._owner_pid:
+            pass
+        directory.remove()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_a_dead_maker_s_socket_is_removed_alone_where_others_live_in_its_directory(tmp_path: Path, method: str) -> None:
     """What a script starts with multiprocessing has the script's directory, and so have the script's other children."""
     script = tmp_path / "script.py"
     script.write_text(
-        """
-import multiprocessing as mp, os, pickle, signal, sys, time
+        IS_KILLED
+        + """
+import multiprocessing as mp, sys, time
 from multiprocessing import reduction, resource_sharer
 from lightning_hivemind.network.sockets import SocketDirectory
 
@@ -143,12 +158,7 @@ def train(told):
     reduction.ForkingPickler.dumps(mp.Pipe()[0])  # what sending a future does
     directory.note_listener()
     told.send((resource_sharer._resource_sharer._address, str(directory.path)))
-    if os.fork() == 0:
-        while os.getppid() == directory._owner_pid:
-            pass
-        directory.remove()
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGKILL)
+    is_killed(directory)
 
 def ends(told):
     told.send("the others go on")
@@ -176,8 +186,10 @@ if __name__ == "__main__":
 
 
 def test_the_multiprocessing_socket_of_a_dead_maker_is_removed_with_its_directory(tmp_path: Path) -> None:
-    code = """
-import multiprocessing as mp, os, pickle, signal
+    code = (
+        IS_KILLED
+        + """
+import multiprocessing as mp
 from multiprocessing import reduction, resource_sharer
 from lightning_hivemind.network.sockets import SocketDirectory
 directory = SocketDirectory.create()
@@ -191,13 +203,9 @@ assert os.path.exists(resource_sharer._resource_sharer._address) and not directo
 directory.path.mkdir()
 directory.note_listener()
 print(directory.path, resource_sharer._resource_sharer._address, flush=True)
-if os.fork() == 0:
-    while os.getppid() == directory._owner_pid:
-        pass
-    directory.remove()
-    os._exit(0)
-os.kill(os.getpid(), signal.SIGKILL)
+is_killed(directory)
 """
+    )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=600)
     directory, listener = map(Path, done.stdout.strip().splitlines()[-1].split())
     deadline = time.monotonic() + 10

@@ -136,12 +136,7 @@ def wake(sock: socket.socket) -> None:
 
 def has_ended(sock: socket.socket) -> bool:
     """Whether the other end has closed it, or the other end's system has. (Where the system says so without a read.)"""
-    poll = select.poll()
-    try:
-        poll.register(sock, getattr(select, "POLLRDHUP", 0))
-        return bool(poll.poll(0))
-    except (OSError, ValueError):  # closed here meanwhile
-        return True
+    return _happens(sock, getattr(select, "POLLRDHUP", 0)) is not False
 
 
 def close(sock: socket.socket) -> None:
@@ -217,12 +212,17 @@ def receive(sock: socket.socket, memory: memoryview) -> int:
 
 def _comes(sock: socket.socket, within_s: float) -> bool:
     """Whether there is anything to read, of a record that is not whole either; waits for it."""
+    return bool(_happens(sock, select.POLLIN, within_s))
+
+
+def _happens(sock: socket.socket, event: int, within_s: float = 0.0) -> bool | None:
+    """Whether that does, or the connection ends; None if it was closed here meanwhile."""
     poll = select.poll()
     try:
-        poll.register(sock, select.POLLIN)
+        poll.register(sock, event)
         return bool(poll.poll(1e3 * max(0.0, within_s)))
-    except (OSError, ValueError):  # closed here meanwhile
-        return False
+    except (OSError, ValueError):
+        return None
 
 
 def read_exactly(sock: socket.socket, memory: memoryview) -> None:
