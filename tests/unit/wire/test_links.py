@@ -394,8 +394,8 @@ def test_what_nobody_wants_passes_by_and_the_next_frame_is_read(town: City) -> N
 
 def test_a_peer_whose_process_ends_is_lost_at_once(town: City) -> None:
     first, second = town.settle("first"), town.settle("second")
+    assert first.connected() == second.connected() == frozenset()
     first.send("second", Header(kind=Kind.INPUT, length=2), (b"hi",))
-    assert second.connected() == frozenset()
     wait_for(lambda: town.ledgers["second"].frames, "a connection")
     assert first.connected() == {"second"}
     second.close()
