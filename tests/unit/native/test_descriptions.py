@@ -173,6 +173,7 @@ def understood(data: bytes) -> Description | None:
 @example(msgpack.packb([]))
 @example(b"\xdd\xff\xff\xff\xff" * 50)
 @example(b"\x91" * 5000)
+@example(b"\x9f" + (b"\xdd\x00\x04\x00\x00" + b"\x90" * (1 << 18)) * 15)  # of 4 MB, 250 in memory
 @settings(max_examples=100)
 def test_garbage_is_refused_and_does_nothing_else(data: bytes) -> None:
     assert understood(data) is None

@@ -48,6 +48,9 @@ _DTYPES = {
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     )
 }
+#: the most that marks of a trail take, after 10**16 steps
+_MARKS_BYTES = 1 << 20
+_LARGEST = max(dtype.itemsize for dtype in _DTYPES.values())
 
 
 class MisfitError(StateError):
@@ -215,6 +218,9 @@ def read_description(
     Raises:
         StateError: it does not, or it is no such description.
     """
+    most = _most_described(optimizer, shared, own)
+    if len(data) > most:
+        raise MisfitError(f"a peer described its state in {len(data)} bytes; of this model it takes {most} at most.")
     try:
         values = msgpack.unpackb(data, raw=False, max_ext_len=0, max_array_len=MOST_LISTED, strict_map_key=True)
         (epoch, lineage, samples, marks), ranges, parts, state, groups = values
@@ -290,6 +296,16 @@ def _as_it_lies(value: Tensor, parameter: Tensor, device: torch.device | str) ->
     if value.shape != parameter.shape:
         return value.to(device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)
+
+
+def _most_described(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors) -> int:
+    """Bytes that the description of a state that fits can have, generously. Unpacked it may take 64 times as many."""
+    parameters = _parameters(optimizer)
+    tensors = [*(one for one in parameters for _ in range(1 + MOST_PER_PARAMETER)), *shared, *own]
+    parts = sum(64 + 9 * one.dim() for one in tensors) + 64 * MOST_PER_PARAMETER * len(parameters)
+    ranges = 1 + len(spans(0, sum(ALIGNMENT + one.numel() * _LARGEST for one in tensors)))
+    settings = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    return _MARKS_BYTES + parts + ranges * (DIGEST_BYTES + 2) + sum(256 + 2 * len(str(value)) for value in settings)
 
 
 def _is_count(value: Any) -> bool:
