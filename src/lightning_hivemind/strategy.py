@@ -111,7 +111,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         self._network: PeerNetwork | None = None
         self._session: TrainingSession | None = None
         self.extra_tensors = self.arguments.extra_tensors
-        self._batch_samples, self._has_gradient = 0, False
+        self._batch_samples = self._backwards = 0
         self._last_epoch = 0
         self._left = False
         self._events_to_file = False
@@ -181,7 +181,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def on_train_start(self) -> None:
         """Before the first batch: take the swarm's state if it is ahead, or if this peer joins a run."""
-        self._has_gradient = False
+        self._backwards = 0
         self._running().synchronise()
 
     # ------------------------------------------------------------------ trainer.fit(...): every batch
@@ -189,9 +189,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count the samples of the batch that comes now."""
         session = self._running()
-        if self._has_gradient:  # an optimizer_step() of the module's own computed it, and went no further
-            self._tell_dropped(session.discard(self._batch_samples), "optimizer.step() was not called")
-        self._has_gradient = False
+        if self._drop_left_out():
+            session.end_batch()
         self._batch_samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)
         session.begin_batch()
 
@@ -200,20 +199,35 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         return None if self._running().auxiliary else super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        weight, self._has_gradient = self._running().batch_weight(self._batch_samples), True
+        self._backwards += 1
+        weight = self._running().batch_weight(self._batch_samples)
         return super().backward(closure_loss if weight == 1.0 else closure_loss * weight, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One micro-batch: forward, backward, accumulate; and the global step when the swarm has enough samples."""
         loss = closure()  # a module may have called its own before, then this one does nothing
         session = self._running()
-        samples = self._batch_samples if self._has_gradient else 0
-        self._has_gradient = False
+        backwards, self._backwards = self._backwards, 0
+        samples = self._batch_samples if backwards else 0
+        if samples and backwards > 1 and self.arguments.reuse_grad_buffers:  # nothing has cleared the first one's
+            self._tell_dropped(session.discard(samples), "it has the sum of several backward passes")
+            samples = 0
         if samples and not session.accept_gradients():
             self._tell_dropped(session.drop_batch(samples), session.drop_reason)
             samples = 0
         session.step(samples)
         return loss
+
+    def on_train_end(self) -> None:
+        """Nothing is left untold."""
+        self._drop_left_out()
+
+    def _drop_left_out(self) -> bool:
+        """Whether an optimizer_step() of the module's own computed a gradient and went no further; told, if so."""
+        left_out, self._backwards = self._backwards > 0, 0
+        if left_out:
+            self._tell_dropped(self._running().discard(self._batch_samples), "optimizer.step() was not called")
+        return left_out
 
     def _tell_dropped(self, samples: int, reason: str) -> None:
         self.events.emit(BatchDropped(epoch=self.global_epoch, samples=samples, reason=reason))

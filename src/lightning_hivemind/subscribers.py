@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from pathlib import Path
 
 from lightning_hivemind.events import BatchDropped, EpochCommitted, Event
@@ -34,13 +35,13 @@ class LogSubscriber:
 
     def __init__(self, *, verbose: bool) -> None:
         self._least = logging.INFO if verbose else logging.DEBUG
-        self._dropped = 0
+        self._dropped: Counter[str] = Counter()
         self._next_progress = -math.inf
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchDropped):
-            self._dropped += 1
-            if self._dropped & (self._dropped - 1):
+            self._dropped[event.reason] += 1
+            if self._dropped[event.reason].bit_count() > 1:
                 return  # said at the 1st, 2nd, 4th, 8th ... only; every one is an event for other subscribers
         log.log(max(self._level(event), self._least), event.describe())
 

@@ -185,6 +185,25 @@ def test_gradients_that_accumulate_in_place_give_the_same_steps(swarm: Swarm) ->
     assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
 
 
+LEFT_GRADIENTS = """[type("Left", (pl.Callback,), {"setup": lambda self, trainer, model, stage: [
+    setattr(one, "grad", one.detach().clone()) for one in model.parameters()
+]})()]"""
+
+
+def test_a_gradient_that_a_fit_before_has_left_is_not_summed_with_this_one_s(swarm: Swarm) -> None:
+    """In place nothing else clears it; a plain Trainer does so before its first batch."""
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"reuse_grad_buffers": True, "target_batch_size": 16},
+        trainer={"max_steps": 2},
+        trainer_code={"callbacks": LEFT_GRADIENTS},
+    )
+    plain = swarm.plain(trainer={"max_steps": 2, "accumulate_grad_batches": 2})
+    swarm.finish()
+    assert [c.digest for c in peer.commits.values()] == [c.digest for c in plain.commits.values()]
+
+
 @pytest.mark.above_engines
 def test_an_own_zero_grad_is_disabled_with_a_warning_and_given_back(swarm: Swarm) -> None:
     (peer,) = swarm.start(

@@ -97,13 +97,25 @@ def test_a_module_whose_optimizer_step_calls_the_closure_itself_contributes_all_
 @ANY_ENGINE
 @pytest.mark.parametrize("reuse", [False, True], ids=["", "in place"])
 def test_a_batch_whose_optimizer_step_is_left_out_is_dropped_and_told(swarm: Swarm, reuse: bool) -> None:
-    """As one does in a plain Trainer to update at every second batch."""
+    """As one does in a plain Trainer to update at every second batch. The last ones are told of, too."""
     limits = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 16, "num_sanity_val_steps": 0}
-    code = {"callbacks": OWN_STEP % "optimizer.step(closure) if index % 4 > 1 else closure()"}
+    code = {"callbacks": OWN_STEP % "optimizer.step(closure) if index % 4 < 2 else closure()"}
     peer = alone(swarm, trainer=limits, trainer_code=code, strategy={"reuse_grad_buffers": reuse})
     dropped = peer.said("BatchDropped", reason="optimizer.step() was not called")
     assert (len(dropped), sum(one["samples"] for one in dropped)) == (8, 8 * 8)
     assert peer.said("finished")[0]["global_step"] == 4
+
+
+@ANY_ENGINE
+@pytest.mark.parametrize("reuse", [False, True], ids=["", "in place"])
+def test_a_batch_whose_gradient_is_computed_twice_is_never_counted_with_the_sum(swarm: Swarm, reuse: bool) -> None:
+    """A second closure (after "out of memory", say) begins anew, as in a plain Trainer; in place nothing clears."""
+    limits = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 8, "num_sanity_val_steps": 0}
+    code = {"callbacks": OWN_STEP % "(index % 4 or closure(), optimizer.step(closure))"}
+    peer = alone(swarm, trainer=limits, trainer_code=code, strategy={"reuse_grad_buffers": reuse})
+    dropped = [one["samples"] for one in peer.said("BatchDropped", reason="it has the sum of several backward passes")]
+    assert dropped == ([8, 16] if reuse else [])  # in place, with those before it
+    assert peer.said("finished")[0]["global_step"] == (2 if reuse else 4)
 
 
 SWAPS = """[type("Swaps", (pl.Callback,), {

@@ -17,6 +17,7 @@ def training_of(optimizer: torch.optim.Optimizer, **fields: Any) -> PeerTraining
         rebuild_optimizer=None,
         make_scheduler=lambda optimizer: None,
         advance_schedulers=lambda epoch: None,
+        take_schedulers_back=lambda epoch: None,
         before_optimizer_step=lambda optimizer: None,
         extra_tensors=[],
         buffers=[],

@@ -9,6 +9,17 @@ import pytest
 from lightning_hivemind import events, subscribers
 
 
+def test_drops_of_one_reason_do_not_hide_the_first_of_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subscribers.log, "propagate", True)
+    subscriber = subscribers.LogSubscriber(verbose=False)
+    with caplog.at_level(logging.INFO, logger="lightning_hivemind"):
+        for reason in [*["left out"] * 6, "not finite"]:
+            subscriber(events.BatchDropped(epoch=1, samples=8, reason=reason))
+    assert ["left out" in text for text in caplog.messages] == [True, True, True, False]
+
+
 def committed(epoch: int) -> events.EpochCommitted:
     return events.EpochCommitted(epoch=epoch, samples=8, contributors=2, fraction=1.0, duration_s=0.1)
 

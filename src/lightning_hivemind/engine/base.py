@@ -39,6 +39,7 @@ class PeerTraining:
         make_scheduler: ``callable(optimizer) -> None``, called once with the optimizer that really steps.
         advance_schedulers: ``callable(epoch)``, called right after every optimizer step and after a state download,
             from the thread that stepped.
+        take_schedulers_back: ``callable(epoch)``, called before that, where a state of fewer steps was downloaded.
         before_optimizer_step: ``callable(optimizer)``, called once per global step with the averaged gradients in
             place: hooks and gradient clipping.
         extra_tensors: tensors averaged besides the parameters (BatchNorm statistics, say).
@@ -56,6 +57,7 @@ class PeerTraining:
     rebuild_optimizer: Callable[[Sequence[Mapping[str, Any]]], torch.optim.Optimizer] | None
     make_scheduler: Callable[[torch.optim.Optimizer], None]
     advance_schedulers: Callable[[int], None]
+    take_schedulers_back: Callable[[int], None]
     before_optimizer_step: Callable[[torch.optim.Optimizer], None]
     extra_tensors: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]

@@ -10,10 +10,11 @@ brought there before the first batch, as a peer that joins brings its own, or th
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,17 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A scheduler, how many global steps it stands still, and its position at global step 0."""
+    """A scheduler, how many global steps it stands still, and its position at global step 0.
+
+    ``state``, ``rates`` (of its optimizer's groups) and position ``at`` are those that it was taken over with.
+    """
 
     scheduler: Any
     frequency: int
     start: int
+    state: Mapping[str, Any]
+    rates: Sequence[Any]
+    at: int
 
 
 class SwarmSchedulers:
@@ -64,8 +71,9 @@ class SwarmSchedulers:
                     type(config.scheduler).__name__,
                     config.frequency,
                 )
-            start = max(0, (position(config.scheduler) or 0) - epoch // config.frequency)
-            self._taken.append(_Taken(config.scheduler, config.frequency, start))
+            at = position(config.scheduler) or 0
+            start = max(0, at - epoch // config.frequency)
+            self._taken.append(_Taken(config.scheduler, config.frequency, start, *_as_it_is(config.scheduler), at))
             config.interval, config.frequency = "step", NEVER
 
     def advance(self, epoch: int) -> None:
@@ -74,6 +82,19 @@ class SwarmSchedulers:
             for taken in self._taken:
                 self._step(taken.scheduler, epoch // taken.frequency - self._epoch // taken.frequency)
             self._epoch = max(self._epoch, epoch)
+
+    def take_back(self, epoch: int) -> None:
+        """Bring every scheduler to ``epoch`` if it is beyond: to how it was taken over, and from there on again."""
+        with self._lock:
+            ways = [(taken, taken.start + epoch // taken.frequency - taken.at) for taken in self._taken]
+            if epoch >= self._epoch or any(steps < 0 for _, steps in ways):  # (taken over beyond that)
+                return
+            for taken, steps in ways:
+                for group, rate in zip(_groups(taken.scheduler), taken.rates, strict=True):
+                    group["lr"] = copy.deepcopy(rate)
+                taken.scheduler.load_state_dict(_copy(taken.state, taken.scheduler))
+                self._step(taken.scheduler, steps)
+            self._epoch = epoch
 
     def resume(self, epoch: int) -> None:
         """Before the first batch, with whatever state was loaded: bring every scheduler to where ``epoch`` wants it.
@@ -111,6 +132,22 @@ class SwarmSchedulers:
             optimizer._opt_called = True  # its steps were made, here or elsewhere: else torch warns of the wrong order
         for _ in range(times):
             self._step_hook(scheduler)
+
+
+def _groups(scheduler: Any) -> Sequence[dict[str, Any]]:
+    optimizer = getattr(scheduler, "optimizer", None)
+    return () if optimizer is None else optimizer.param_groups
+
+
+def _as_it_is(scheduler: Any) -> tuple[Mapping[str, Any], Sequence[Any]]:
+    """Its state, and the rates of its optimizer's groups; copies."""
+    return _copy(scheduler.state_dict(), scheduler), [copy.deepcopy(group["lr"]) for group in _groups(scheduler)]
+
+
+def _copy(state: Mapping[str, Any], scheduler: Any) -> Mapping[str, Any]:
+    """But not of the optimizer and what it trains, which schedulers of other packages may have in their state."""
+    kept = [getattr(scheduler, "optimizer", None), *(one for group in _groups(scheduler) for one in group["params"])]
+    return copy.deepcopy(state, {id(one): one for one in kept})
 
 
 def position(scheduler: Any) -> int | None:

@@ -70,6 +70,7 @@ class TrainingSession:
             rebuild_optimizer=rebuilder(optimizer) if self._a.recreates_optimizer else None,
             make_scheduler=self._make_scheduler,
             advance_schedulers=self._schedulers.advance,
+            take_schedulers_back=self._schedulers.take_back,
             before_optimizer_step=self._before_optimizer_step,
             extra_tensors=self._strategy.extra_tensors,
             buffers=self._buffers.tensors,
@@ -78,6 +79,8 @@ class TrainingSession:
             last_step=lambda: int(self._trainer.max_steps),
             outside=(next(iter(others), ""), print_of(others.values()) if others else ""),
         )
+        if self._a.reuse_grad_buffers:
+            optimizer.zero_grad()  # of a fit before, which would be summed with this one's
         self.engine = make_engine(self._a, network, training, self._events)
         self.engine.start()
         if self.engine.optimizer is not optimizer:
@@ -118,7 +121,7 @@ class TrainingSession:
 
     def begin_batch(self) -> None:
         outcome = self.engine.begin_batch()
-        self._stepped_before = self._settle(outcome)
+        self._stepped_before |= self._settle(outcome)
         self._progress.follow(outcome.epoch, committed=False)
         if self._stopping.wants_to_stop():
             self.request_stop("trainer.should_stop is set here")
@@ -157,13 +160,22 @@ class TrainingSession:
             return samples + self.engine.discard()
         return samples
 
-    def step(self, samples: int) -> StepOutcome:
+    def step(self, samples: int) -> None:
+        outcome = self._end_batch(samples)
+        # a step that was made just before this batch is counted and logged with it: the loop knows no other moment
+        stepped, self._stepped_before = self._settle(outcome) or self._stepped_before, False
+        self._progress.follow(outcome.epoch, committed=stepped)
+
+    def end_batch(self) -> None:
+        """Of which nothing is used, and which the loop has left already."""
+        outcome = self._end_batch(0)
+        self._stepped_before |= self._settle(outcome)
+        self._progress.follow(outcome.epoch, committed=False)
+
+    def _end_batch(self, samples: int) -> StepOutcome:
         self._buffers.keep()
         scale = self._scale.buffer_scale if self._scale is not None else 1.0
         outcome = self.engine.step(samples, scale)
-        # a step that was made just before this batch is counted and logged with it: the loop knows no other moment
-        stepped = self._settle(outcome) or self._stepped_before
-        self._progress.follow(outcome.epoch, committed=stepped)
         stop = self.engine.stop_epoch
         if stop is not None and outcome.epoch >= stop:
             self._stopping.stop()

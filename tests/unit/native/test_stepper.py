@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_hivemind.engine.native.agreement import digest_of_tensors
 from lightning_hivemind.engine.native.gradients import Gradients
@@ -22,6 +24,7 @@ from lightning_hivemind.engine.native.state.snapshot import Snapshot, State
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.optimizers import rebuilder
+from lightning_hivemind.training.schedulers import SwarmSchedulers
 from swarm.town import wait_for
 from swarm.training import training_of
 
@@ -43,6 +46,7 @@ class Trainee:
     epochs: list[int] = field(default_factory=list)
     hooked: list[list[float]] = field(default_factory=list)
     in_place: bool = False
+    scheduler: SwarmSchedulers | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -53,11 +57,17 @@ class Trainee:
         training = training_of(
             self.optimizer,
             rebuild_optimizer=rebuilder(self.optimizer) if self.way != "in place" else None,
-            advance_schedulers=self.epochs.append,
+            make_scheduler=self._make_scheduler,
+            advance_schedulers=self.scheduler.advance if self.scheduler else self.epochs.append,
+            take_schedulers_back=self.scheduler.take_back if self.scheduler else lambda epoch: None,
             before_optimizer_step=self._hook,
             buffers=self.buffers,
         )
         self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed", in_place=self.in_place)
+
+    def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scheduler is not None:
+            self.scheduler.take_over([LRSchedulerConfig(ExponentialLR(optimizer, 0.9), interval="step")])
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         assert torch.is_grad_enabled()
@@ -393,6 +403,30 @@ def hand_over(donor: Trainee, joiner: Trainee) -> bytes:
     assert snapshot is not None
     joiner.stepper.adopt(joiner.stepper.read(memoryview(snapshot.description)), snapshot.content.copy())
     return snapshot.digest
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scheduler_goes_back_with_the_state_of_a_lineage_of_fewer_steps(way: str) -> None:
+    """The one with more samples wins, and after a healed partition that may be the one with fewer steps."""
+    schedulers = [SwarmSchedulers(lambda scheduler: scheduler.step()) for _ in range(2)]
+    winner, loser = (Trainee(way, scheduler=one) for one in schedulers)
+    given = averages(6, 9)
+    for epoch, average in enumerate(given[:5], 1):
+        loser.step(average, epoch)
+        if epoch <= 2:
+            winner.step(average, epoch)
+    hand_over(winner, loser)
+    assert rates(loser) == rates(winner)
+    winner.step(given[5], 3)
+    loser.step(given[5], 3)
+    assert rates(loser) == rates(winner)
+    assert same(loser.parameters, winner.parameters)
+    winner.stepper.close()
+    loser.stepper.close()
+
+
+def rates(trainee: Trainee) -> list[float]:
+    return [group["lr"] for group in trainee.stepper.optimizer.param_groups]
 
 
 def test_a_copy_is_made_anew_only_after_a_step(trainee: Trainee) -> None:

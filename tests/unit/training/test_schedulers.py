@@ -5,11 +5,22 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.schedulers import SwarmSchedulers, refuse_plateau, scheduler_from
@@ -42,6 +53,69 @@ def test_the_rate_depends_on_the_epoch_and_not_on_the_way_there(path: list[int],
     for epoch in path:
         schedulers.advance(epoch)
     assert optim.param_groups[0]["lr"] == pytest.approx(0.5 ** (6 // frequency))
+
+
+class Warmup(LRScheduler):
+    """As in other packages: another scheduler, which has the optimizer, is part of its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.after = ExponentialLR(optimizer, gamma=0.5)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch <= 2:
+            return [0.1 * self.last_epoch for _ in self.base_lrs]
+        self.after.step()
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+MAKERS: dict[str, Any] = {
+    "chainable": partial(ExponentialLR, gamma=0.5),
+    "closed": lambda o: LambdaLR(o, lambda n: 0.5**n),
+    "one cycle": lambda o: OneCycleLR(o, 1.0, total_steps=20),
+    "sequence": lambda o: SequentialLR(o, [ExponentialLR(o, 0.9), ExponentialLR(o, 0.5)], milestones=[2]),
+    "chained": lambda o: ChainedScheduler([ExponentialLR(o, 0.9), StepLR(o, 2)], optimizer=o),
+    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 2, T_mult=2),
+    "of another package": Warmup,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_who_takes_a_state_of_fewer_steps_goes_on_from_there(make: Any, frequency: int) -> None:
+    """After a partition has healed: what two peers compute with then has to be the same."""
+    back, straight = optimizer(), optimizer()
+    for optim in (back, straight):
+        optim.step()
+    parameter, loser = back.param_groups[0]["params"][0], taken(Config(make(back), frequency=frequency))
+    others = taken(Config(make(straight), frequency=frequency))
+    loser.resume(0)
+    loser.advance(7)
+    loser.take_back(3)
+    for epoch in (3, 4, 9):
+        loser.advance(epoch)
+        others.advance(epoch)
+        assert back.param_groups[0]["lr"] == straight.param_groups[0]["lr"]
+    loser.take_back(9)
+    loser.take_back(11)  # ahead is not back
+    assert back.param_groups[0]["lr"] == straight.param_groups[0]["lr"]
+    assert back.param_groups[0]["params"][0] is parameter
+
+
+def test_a_scheduler_that_was_taken_over_beyond_that_stays_where_it_is() -> None:
+    optim = optimizer()
+    scheduler = ExponentialLR(optim, gamma=0.5)
+    optim.step()
+    for _ in range(5):
+        scheduler.step()
+    schedulers = SwarmSchedulers(lambda scheduler: scheduler.step())
+    schedulers.take_over([Config(scheduler)], epoch=5)
+    schedulers.resume(5)
+    schedulers.take_back(3)
+    schedulers.advance(4)
+    assert scheduler.last_epoch == 5
+    schedulers.advance(6)
+    assert scheduler.last_epoch == 6
 
 
 def test_lightning_never_advances_what_was_taken_over() -> None:
@@ -112,7 +186,7 @@ def test_chained_schedulers_tell_their_position_and_strange_ones_are_believed() 
     chained = ChainedScheduler([ExponentialLR(optim, gamma=0.5), StepLR(optim, 100)], optimizer=optim)
     calls: list[Any] = []
     schedulers = SwarmSchedulers(calls.append)
-    schedulers.take_over([Config(chained), Config(strange := object())])
+    schedulers.take_over([Config(chained), Config(strange := SimpleNamespace(state_dict=dict))])
     schedulers.resume(4)
     assert calls == [chained] * 4
     schedulers.advance(5)

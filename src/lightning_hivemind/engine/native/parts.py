@@ -151,13 +151,12 @@ def build(
     donor = Donor(links.send, copy_state, forget, lambda: handover.under_way)
     downloads = Downloads(links.send, arguments.next_chunk_timeout, state_memory)
     driver.start(links, donor, downloads)
-    try:
+    with contextlib.ExitStack() as unless_started:
+        unless_started.callback(driver.stop, 1.0)
+        unless_started.callback(donor.stop)
+        unless_started.callback(asks.close)
         asks.start()
-    except BaseException:
-        asks.close()
-        donor.stop()
-        driver.stop(1.0)
-        raise
+        unless_started.pop_all()
     return Parts(
         handover=handover,
         driver=driver,

@@ -277,6 +277,7 @@ class Stepper:
             self._moments.keep()
             theirs = [group["lr"] for group in self.optimizer.param_groups]
             _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
+            self._training.take_schedulers_back(description.head.epoch)
             self._training.advance_schedulers(description.head.epoch)
             _set_rates(self.optimizer, theirs)
             undone = self.trail.take(description.head, description.marks, decided)
