@@ -25,6 +25,7 @@ from lightning_hivemind.engine.native.protocol.messages import (
 from lightning_hivemind.engine.native.protocol.peer import Peer
 from lightning_hivemind.engine.native.protocol.roster import ARRIVES_STEPS, Place
 from lightning_hivemind.engine.native.protocol.settings import Settings
+from lightning_hivemind.engine.native.protocol.standing import WITHOUT_S
 from swarm.table import Data, Table, by_rank
 
 SETTINGS = Settings(run="run", target_samples=16, chunks=3)
@@ -154,6 +155,20 @@ def test_who_was_lost_and_comes_back_is_followed_to_a_head_that_was_given_up_wit
     assert not any(isinstance(action, CatchUp) for action in second.take())
     second.receive(FIRST, news, table.now)
     assert CatchUp(head=ahead.head, commits=(ahead,)) in second.take()
+
+
+def test_who_stood_at_a_head_that_was_given_up_is_followed_there_again_later() -> None:
+    """It may have got the state meanwhile, from one that this peer does not reach."""
+    table, ahead = one_ahead()
+    second, news = table.peers[SECOND], News(head=ahead.head, commits=(ahead,))
+    second.adopt(ahead.head, (ahead,), table.now)
+    for _ in range(2):
+        second.lost(FIRST, table.now)
+    second.give_up(ahead.parent, table.now)
+    for after_s, follows in ((WITHOUT_S - 1.0, False), (WITHOUT_S + 1.0, True)):
+        second.take()
+        second.receive(THIRD, news, table.now + after_s)
+        assert (CatchUp(head=ahead.head, commits=(ahead,)) in second.take()) is follows
 
 
 def test_a_laptop_that_slept_while_a_joiner_took_its_state_is_found_again() -> None:

@@ -122,7 +122,7 @@ class Leadership:
         self._answers[sender] = None
         if gathering is None and (leading is None or leading.ended or sender not in leading.plan.members):
             return
-        to, reason = self._better(sender, message)
+        to, reason = self._better(sender, message, now)
         if gathering is not None:
             gathering.drop(sender)
             if to is not None:
@@ -132,14 +132,14 @@ class Leadership:
         elif leading is not None:
             leading.lost(sender, "it has left the round")
 
-    def _better(self, sender: PeerId, message: Decline) -> tuple[PeerId | None, str]:
+    def _better(self, sender: PeerId, message: Decline, now: float) -> tuple[PeerId | None, str]:
         """Who has a round at this head, or is ahead of it, in words, too: one beside it would fork the lineage."""
         mine, theirs = self._standing.head, message.head
         if theirs is None or mine is None or theirs == mine:
             better = message.better if message.better != self._me else None
             return better, "another round is under way"
         # (where nobody can get: whoever is there will give it up, too)
-        ahead = theirs.outweighs(mine) and not self._standing.is_given_up(theirs, sender)
+        ahead = theirs.outweighs(mine) and not self._standing.is_given_up(theirs, sender, now)
         return sender if ahead else None, "others are ahead"
 
     def on_done(self, sender: PeerId, message: Done, now: float) -> None:

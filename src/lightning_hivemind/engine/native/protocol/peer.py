@@ -150,10 +150,10 @@ class Peer:
         self._settle(now)
 
     def give_up(self, head: Head, now: float) -> None:
-        """Nobody that lives has the state of where this peer stands: go back to ``head``, and never there again, unless
-        somebody says so who was lost until then (or was not there)."""
+        """Nobody that lives has the state of where this peer stands: go back to ``head``, and not there again for
+        :data:`.standing.WITHOUT_S`, unless somebody says so who was lost until then (or was not there)."""
         if self.head is not None:
-            self._standing.give_up(self.head)
+            self._standing.give_up(self.head, now)
         self.adopt(head, (), now)
 
     def saw(self, peer: PeerId, place: Place, now: float) -> None:
@@ -335,7 +335,7 @@ class Peer:
 
     def _on_news(self, sender: PeerId, message: News, now: float) -> None:
         head = self.head
-        if head is None or self._standing.is_given_up(message.head, sender):
+        if head is None or self._standing.is_given_up(message.head, sender, now):
             return
         commits = following(head, message.commits)
         if not commits or commits[-1].head != message.head or not all(can_be_summed(c.contributions) for c in commits):

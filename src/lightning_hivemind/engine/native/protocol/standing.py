@@ -11,6 +11,8 @@ from lightning_hivemind.engine.native.protocol.roster import Roster
 
 #: contributions that are told at once: some two megabytes
 MOST_TOLD = 30_000
+#: seconds after which who stood at a head without its state may have got it from somebody
+WITHOUT_S = 30.0
 
 
 class Standing:
@@ -20,8 +22,8 @@ class Standing:
         self._roster, self._emit = roster, emit
         self.head: Head | None = None
         self.catching_up_to: Head | None = None
-        #: heads whose state nobody had any more, and of each those who lived then
-        self._given_up: dict[Head, frozenset[PeerId]] = {}
+        #: heads whose state nobody had any more; of each those who lived then, and until when they are not followed
+        self._given_up: dict[Head, tuple[frozenset[PeerId], float]] = {}
         self.history = History()
 
     @property
@@ -34,13 +36,14 @@ class Standing:
         """The head, and the one before it, as far as they are known."""
         return tuple(head for head in (self.head, self.history.before) if head is not None)
 
-    def give_up(self, head: Head) -> None:
+    def give_up(self, head: Head, now: float) -> None:
         """Nobody that lives has the state of it."""
-        self._given_up[head] = frozenset((*self._roster.living(), *self._roster.cut))
+        self._given_up[head] = frozenset((*self._roster.living(), *self._roster.cut)), now + WITHOUT_S
 
-    def is_given_up(self, head: Head, sender: PeerId) -> bool:
-        """Whether ``sender``, which stands there, was one of those without it. (Who comes later perhaps has it.)"""
-        return sender in self._given_up.get(head, ())
+    def is_given_up(self, head: Head, sender: PeerId, now: float) -> bool:
+        """Whether ``sender``, which stands there, was lately one of those without it. Who comes later may have it."""
+        without, until = self._given_up.get(head, (frozenset(), 0.0))
+        return sender in without and now < until
 
     def knows(self, head: Head) -> bool:
         """Whether this peer's lineage is or was there lately."""
