@@ -182,7 +182,7 @@ def main() -> int:
     print(text)
     if options.write:
         write("faults", text, facts, bars, kills=kills, others=others, freezes=freezes, cuts=cuts)
-    return 0
+    return 0 if all(bar.holds for bar in bars) else 1
 
 
 if __name__ == "__main__":

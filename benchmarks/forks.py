@@ -104,7 +104,7 @@ def main() -> int:
     print(text)
     if options.write:
         write("forks", text, facts, bars, rows=list(rows.values()))
-    return 0
+    return 0 if all(bar.holds for bar in bars) else 1
 
 
 if __name__ == "__main__":

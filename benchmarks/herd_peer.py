@@ -108,7 +108,6 @@ def main(options: argparse.Namespace) -> None:
         run_id="herd",
         initial_peers=options.join,
         host_maddrs=[f"/ip4/{options.address}/tcp/0"],
-        matchmaking_time=1.0,
         max_staleness=options.max_staleness,
         **codec_options(options.codec),
     )

@@ -109,7 +109,7 @@ class Soak:
         self.struck.append((time.time(), peer.name, what))
 
     @property
-    def events(self) -> dict[str, int]:
+    def events(self) -> Counter[str]:
         """How often what happened; who is thawed was frozen, and is counted there."""
         return Counter(what for _, _, what in self.struck if what != "thawed")
 
@@ -255,9 +255,9 @@ def main() -> int:
 
 
 def _how_often(soak: Soak, seconds: float) -> str:
-    """One event after another, while there were any."""
-    count = sum(soak.events.values())
-    return f"an event every {(seconds - 2 * SETTLED_S) / count:.1f} s" if count else "no events"
+    """One failure after another, while there were any."""
+    count = soak.events["killed"] + soak.events["frozen"]
+    return f"one killed or frozen every {(seconds - 2 * SETTLED_S) / count:.1f} s" if count else "no events"
 
 
 def loss_ratio(found: Sequence[float], calm: Sequence[float]) -> float:
