@@ -31,7 +31,7 @@ BENCHMARKS = {
     "soak-calm": "python benchmarks/soak.py --every 0",
     "soak": "python benchmarks/soak.py",
     **{
-        f"soak-{codec}": f"python benchmarks/soak.py --peers 6 --minutes 4 --codec {codec}"
+        f"soak-{codec}": f"python benchmarks/soak.py --peers 6 --minutes 4 --every 4 --codec {codec}"
         for codec in (
             "Float16Compression",
             "BFloat16Compression",
