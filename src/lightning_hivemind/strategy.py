@@ -189,8 +189,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Count the samples of the batch that comes now."""
         session = self._running()
-        if self._drop_left_out():
-            session.end_batch()
+        self._drop_left_out()
         self._batch_samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)
         session.begin_batch()
 
@@ -210,7 +209,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         backwards, self._backwards = self._backwards, 0
         samples = self._batch_samples if backwards else 0
         if samples and backwards > 1 and self.arguments.reuse_grad_buffers:  # nothing has cleared the first one's
-            self._tell_dropped(session.discard(samples), "it has the sum of several backward passes")
+            self._tell_dropped(session.drop_doubled(samples), "it has the sum of several backward passes")
             samples = 0
         if samples and not session.accept_gradients():
             self._tell_dropped(session.drop_batch(samples), session.drop_reason)
@@ -222,12 +221,11 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         """Nothing is left untold."""
         self._drop_left_out()
 
-    def _drop_left_out(self) -> bool:
-        """Whether an optimizer_step() of the module's own computed a gradient and went no further; told, if so."""
-        left_out, self._backwards = self._backwards > 0, 0
-        if left_out:
+    def _drop_left_out(self) -> None:
+        """A gradient that an optimizer_step() of the module's own computed, and went no further."""
+        if self._backwards:
             self._tell_dropped(self._running().discard(self._batch_samples), "optimizer.step() was not called")
-        return left_out
+        self._backwards = 0
 
     def _tell_dropped(self, samples: int, reason: str) -> None:
         self.events.emit(BatchDropped(epoch=self.global_epoch, samples=samples, reason=reason))

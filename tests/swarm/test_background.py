@@ -185,12 +185,12 @@ def test_gradients_that_accumulate_in_place_give_the_same_steps(swarm: Swarm) ->
     assert distance(peers[0].parameters(3), replay(peers, 3)[3]) < 1e-5
 
 
-LEFT_GRADIENTS = """[type("Left", (pl.Callback,), {"setup": lambda self, trainer, model, stage: [
+LEFT_GRADIENTS = """[type("Left", (pl.Callback,), {"on_train_start": lambda self, trainer, model: [
     setattr(one, "grad", one.detach().clone()) for one in model.parameters()
 ]})()]"""
 
 
-def test_a_gradient_that_a_fit_before_has_left_is_not_summed_with_this_one_s(swarm: Swarm) -> None:
+def test_a_gradient_that_a_fit_before_or_a_hook_has_left_is_not_summed_with_this_one_s(swarm: Swarm) -> None:
     """In place nothing else clears it; a plain Trainer does so before its first batch."""
     (peer,) = swarm.start(
         1,

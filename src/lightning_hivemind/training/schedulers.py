@@ -27,21 +27,25 @@ log = logging.getLogger("lightning_hivemind")
 
 #: Lightning advances a scheduler every ``frequency`` batches: never, with this
 NEVER = sys.maxsize
+#: global steps after which the state of schedulers is kept anew: so many are repeated if a peer goes back a little
+MARKED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A scheduler, how many global steps it stands still, and its position at global step 0.
-
-    ``state``, ``rates`` (of its optimizer's groups) and position ``at`` are those that it was taken over with.
-    """
+    """A scheduler, how many global steps it stands still, and its position at global step 0."""
 
     scheduler: Any
     frequency: int
     start: int
-    state: Mapping[str, Any]
-    rates: Sequence[Any]
-    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What all schedulers were at a global step: of each its state, and the rates of its optimizer's groups."""
+
+    epoch: int
+    states: Sequence[tuple[Mapping[str, Any], Sequence[Any]]]
 
 
 class SwarmSchedulers:
@@ -50,9 +54,12 @@ class SwarmSchedulers:
     ``advance`` may be called from several threads at once: background steps and local updates are not in one thread.
     """
 
-    def __init__(self, step_hook: Callable[[Any], None]) -> None:
-        self._step_hook = step_hook
+    def __init__(self, step_hook: Callable[[Any], None], *, goes_back: bool = False) -> None:
+        """``goes_back``: :meth:`take_back` may be called, and ``step_hook`` may be called again for a step."""
+        self._step_hook, self._goes_back = step_hook, goes_back
         self._taken: list[_Taken] = []
+        #: the one at which this fit began, and the last two
+        self._marks: list[_Mark] = []
         self._epoch = 0
         self._lock = threading.Lock()
 
@@ -71,30 +78,28 @@ class SwarmSchedulers:
                     type(config.scheduler).__name__,
                     config.frequency,
                 )
-            at = position(config.scheduler) or 0
-            start = max(0, at - epoch // config.frequency)
-            self._taken.append(_Taken(config.scheduler, config.frequency, start, *_as_it_is(config.scheduler), at))
+            start = max(0, (position(config.scheduler) or 0) - epoch // config.frequency)
+            self._taken.append(_Taken(config.scheduler, config.frequency, start))
             config.interval, config.frequency = "step", NEVER
 
     def advance(self, epoch: int) -> None:
         """Bring every scheduler to ``epoch`` (never back)."""
         with self._lock:
-            for taken in self._taken:
-                self._step(taken.scheduler, epoch // taken.frequency - self._epoch // taken.frequency)
-            self._epoch = max(self._epoch, epoch)
+            self._advance(epoch)
 
     def take_back(self, epoch: int) -> None:
-        """Bring every scheduler to ``epoch`` if it is beyond: to how it was taken over, and from there on again."""
+        """Bring every scheduler to ``epoch`` if it is beyond, and was so in this fit: to a mark, and on from there."""
         with self._lock:
-            ways = [(taken, taken.start + epoch // taken.frequency - taken.at) for taken in self._taken]
-            if epoch >= self._epoch or any(steps < 0 for _, steps in ways):  # (taken over beyond that)
+            marks = [mark for mark in self._marks if mark.epoch <= epoch]
+            if epoch >= self._epoch or not marks:
                 return
-            for taken, steps in ways:
-                for group, rate in zip(_groups(taken.scheduler), taken.rates, strict=True):
+            self._marks = marks
+            for taken, (state, rates) in zip(self._taken, marks[-1].states, strict=True):
+                for group, rate in zip(_groups(taken.scheduler), rates, strict=True):
                     group["lr"] = copy.deepcopy(rate)
-                taken.scheduler.load_state_dict(_copy(taken.state, taken.scheduler))
-                self._step(taken.scheduler, steps)
-            self._epoch = epoch
+                taken.scheduler.load_state_dict(_copy(state, taken.scheduler))
+            self._epoch = marks[-1].epoch
+            self._advance(epoch)
 
     def resume(self, epoch: int) -> None:
         """Before the first batch, with whatever state was loaded: bring every scheduler to where ``epoch`` wants it.
@@ -108,6 +113,28 @@ class SwarmSchedulers:
             for taken in self._taken:
                 self._bring(taken, epoch)
             self._epoch = epoch
+            if self._goes_back:
+                self._mark()
+
+    def _advance(self, epoch: int) -> None:
+        for taken in self._taken:
+            self._step(taken.scheduler, epoch // taken.frequency - self._epoch // taken.frequency)
+        self._epoch = max(self._epoch, epoch)
+        if self._marks and self._epoch - self._marks[-1].epoch >= MARKED:
+            self._mark()
+
+    def _mark(self) -> None:
+        try:
+            states = [_as_it_is(taken.scheduler) for taken in self._taken]
+        except Exception as error:  # user code: state that cannot be copied
+            self._goes_back, self._marks = False, []
+            log.warning(
+                "a scheduler's state cannot be copied (%s): should this peer ever take a state of fewer global steps"
+                " than it has made, its learning rate is another one than the others' until they have made them, too",
+                error,
+            )
+            return
+        self._marks = [*self._marks[:1], *self._marks[1:][-1:], _Mark(self._epoch, states)]
 
     def _bring(self, taken: _Taken, epoch: int) -> None:
         wanted, found = taken.start + epoch // taken.frequency, position(taken.scheduler)
@@ -145,8 +172,9 @@ def _as_it_is(scheduler: Any) -> tuple[Mapping[str, Any], Sequence[Any]]:
 
 
 def _copy(state: Mapping[str, Any], scheduler: Any) -> Mapping[str, Any]:
-    """But not of the optimizer and what it trains, which schedulers of other packages may have in their state."""
-    kept = [getattr(scheduler, "optimizer", None), *(one for group in _groups(scheduler) for one in group["params"])]
+    """But not of the scheduler (its methods may be in it), of the optimizer, and of what that trains."""
+    kept = [scheduler, *getattr(scheduler, "_schedulers", ()), getattr(scheduler, "optimizer", None)]
+    kept += [one for group in _groups(scheduler) for one in group["params"]]
     return copy.deepcopy(state, {id(one): one for one in kept})
 
 

@@ -12,7 +12,7 @@ from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import Engine, PeerTraining, StepOutcome
 from lightning_hivemind.engine.factory import make_engine
 from lightning_hivemind.engine.prints import print_of
-from lightning_hivemind.errors import NonFiniteGradientsError
+from lightning_hivemind.errors import ArgumentError, NonFiniteGradientsError
 from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
 from lightning_hivemind.training.buffers import Buffers
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_hivemind")
 
 MOST_DROPPED = 200
+MOST_DOUBLED = 10
 
 
 class TrainingSession:
@@ -44,7 +45,10 @@ class TrainingSession:
         self._buffers = Buffers(self._module)
         self._progress = LoopProgress(trainer)
         self._stopping = StopTogether(trainer)
-        self._schedulers = SwarmSchedulers(self._step_scheduler)
+        own_way = lightning_module(strategy.package, "utilities.model_helpers").is_overridden(
+            "lr_scheduler_step", self._module
+        )
+        self._schedulers = SwarmSchedulers(self._step_scheduler, goes_back=arguments.engine == "native" and not own_way)
         self._zero_grad = DisabledZeroGrad(self._module) if arguments.reuse_grad_buffers else None
         self._scale: LossScale | None = None
         self._first: FirstToKnow | None = None
@@ -79,8 +83,6 @@ class TrainingSession:
             last_step=lambda: int(self._trainer.max_steps),
             outside=(next(iter(others), ""), print_of(others.values()) if others else ""),
         )
-        if self._a.reuse_grad_buffers:
-            optimizer.zero_grad()  # of a fit before, which would be summed with this one's
         self.engine = make_engine(self._a, network, training, self._events)
         self.engine.start()
         if self.engine.optimizer is not optimizer:
@@ -101,6 +103,10 @@ class TrainingSession:
         self._progress.follow(epoch, committed=False)
 
     def synchronise(self) -> None:
+        if self._a.reuse_grad_buffers:
+            self._strategy.optimizers[
+                0
+            ].zero_grad()  # of a fit before, or of a hook: else in the first sum
         self._schedulers.resume(self.engine.epoch)  # Lightning has loaded their state by now, if there is one
         outcome = self.engine.synchronise()
         if self._a.initial_peers and self.engine.num_peers == 1:
@@ -154,6 +160,20 @@ class TrainingSession:
             )
         return self.discard(samples)
 
+    def drop_doubled(self, samples: int) -> int:
+        """Undo a batch that is in the gradient several times; returns the samples that are lost with it.
+
+        Raises:
+            ArgumentError: that is how this module trains.
+        """
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= MOST_DOUBLED:
+            raise ArgumentError(
+                f"reuse_grad_buffers=True: in {MOST_DOUBLED} batches in a row backward() was called several times, and"
+                " nothing clears the gradient in between. Set reuse_grad_buffers=False."
+            )
+        return self.discard(samples)
+
     def discard(self, samples: int) -> int:
         """Undo a batch; returns the samples that are lost with it."""
         if self._a.reuse_grad_buffers:  # it is in one sum with those before it
@@ -161,27 +181,17 @@ class TrainingSession:
         return samples
 
     def step(self, samples: int) -> None:
-        outcome = self._end_batch(samples)
-        # a step that was made just before this batch is counted and logged with it: the loop knows no other moment
-        stepped, self._stepped_before = self._settle(outcome) or self._stepped_before, False
-        self._progress.follow(outcome.epoch, committed=stepped)
-
-    def end_batch(self) -> None:
-        """Of which nothing is used, and which the loop has left already."""
-        outcome = self._end_batch(0)
-        self._stepped_before |= self._settle(outcome)
-        self._progress.follow(outcome.epoch, committed=False)
-
-    def _end_batch(self, samples: int) -> StepOutcome:
         self._buffers.keep()
         scale = self._scale.buffer_scale if self._scale is not None else 1.0
         outcome = self.engine.step(samples, scale)
+        # a step that was made just before this batch is counted and logged with it: the loop knows no other moment
+        stepped, self._stepped_before = self._settle(outcome) or self._stepped_before, False
+        self._progress.follow(outcome.epoch, committed=stepped)
         stop = self.engine.stop_epoch
         if stop is not None and outcome.epoch >= stop:
             self._stopping.stop()
         else:
             self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)
-        return outcome
 
     def _settle(self, outcome: StepOutcome) -> bool:
         if outcome.committed and self._scale is not None and (factor := self._scale.after_commit()) != 1.0:

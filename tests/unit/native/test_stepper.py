@@ -408,8 +408,10 @@ def hand_over(donor: Trainee, joiner: Trainee) -> bytes:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scheduler_goes_back_with_the_state_of_a_lineage_of_fewer_steps(way: str) -> None:
     """The one with more samples wins, and after a healed partition that may be the one with fewer steps."""
-    schedulers = [SwarmSchedulers(lambda scheduler: scheduler.step()) for _ in range(2)]
+    schedulers = [SwarmSchedulers(lambda scheduler: scheduler.step(), goes_back=True) for _ in range(2)]
     winner, loser = (Trainee(way, scheduler=one) for one in schedulers)
+    for one in schedulers:
+        one.resume(0)
     given = averages(6, 9)
     for epoch, average in enumerate(given[:5], 1):
         loser.step(average, epoch)

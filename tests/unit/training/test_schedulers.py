@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.training.schedulers import SwarmSchedulers, refuse_plateau, scheduler_from
+from lightning_hivemind.training.schedulers import MARKED, SwarmSchedulers, refuse_plateau, scheduler_from
 
 
 @dataclass
@@ -38,8 +38,8 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-def taken(config: Config) -> SwarmSchedulers:
-    schedulers = SwarmSchedulers(lambda scheduler: scheduler.step())
+def taken(config: Config, *, goes_back: bool = False) -> SwarmSchedulers:
+    schedulers = SwarmSchedulers(lambda scheduler: scheduler.step(), goes_back=goes_back)
     schedulers.take_over([config])
     return schedulers
 
@@ -87,7 +87,7 @@ def test_who_takes_a_state_of_fewer_steps_goes_on_from_there(make: Any, frequenc
     back, straight = optimizer(), optimizer()
     for optim in (back, straight):
         optim.step()
-    parameter, loser = back.param_groups[0]["params"][0], taken(Config(make(back), frequency=frequency))
+    parameter, loser = back.param_groups[0]["params"][0], taken(Config(make(back), frequency=frequency), goes_back=True)
     others = taken(Config(make(straight), frequency=frequency))
     loser.resume(0)
     loser.advance(7)
@@ -102,17 +102,89 @@ def test_who_takes_a_state_of_fewer_steps_goes_on_from_there(make: Any, frequenc
     assert back.param_groups[0]["params"][0] is parameter
 
 
-def test_a_scheduler_that_was_taken_over_beyond_that_stays_where_it_is() -> None:
+def test_no_more_steps_than_there_are_between_two_marks_are_repeated_to_go_back_a_little() -> None:
     optim = optimizer()
-    scheduler = ExponentialLR(optim, gamma=0.5)
     optim.step()
-    for _ in range(5):
+    scheduler, calls = ExponentialLR(optim, gamma=0.99), 0
+
+    def step(scheduler: Any) -> None:
+        nonlocal calls
+        calls += 1
         scheduler.step()
-    schedulers = SwarmSchedulers(lambda scheduler: scheduler.step())
-    schedulers.take_over([Config(scheduler)], epoch=5)
+
+    schedulers = SwarmSchedulers(step, goes_back=True)
+    schedulers.take_over([Config(scheduler)])
+    schedulers.resume(0)
+    for epoch in range(1, 1001):
+        schedulers.advance(epoch)
+    calls = 0
+    for epoch in (999, 930, 10):  # the last one a long way
+        schedulers.take_back(epoch)
+        assert (scheduler.last_epoch, optim.param_groups[0]["lr"]) == (epoch, pytest.approx(0.99**epoch))
+        assert calls <= MARKED
+        calls = 0
+    schedulers.advance(12)
+    assert optim.param_groups[0]["lr"] == pytest.approx(0.99**12)
+
+
+def test_what_a_checkpoint_has_put_into_a_scheduler_is_there_when_it_goes_back() -> None:
+    """Lightning loads it after the scheduler was taken over; it may say something else than the script does now."""
+    optim, other = optimizer(), optimizer()
+    for one in (optim, other):
+        one.step()
+    saved = ExponentialLR(other, gamma=0.5)
+    for _ in range(5):
+        saved.step()
+    scheduler = ExponentialLR(optim, gamma=0.9)
+    schedulers = taken(Config(scheduler), goes_back=True)
+    scheduler.load_state_dict(saved.state_dict())
+    optim.param_groups[0]["lr"] = other.param_groups[0]["lr"]
     schedulers.resume(5)
-    schedulers.take_back(3)
+    schedulers.advance(8)
+    schedulers.take_back(6)
+    assert optim.param_groups[0]["lr"] == 0.5**6
+    schedulers.take_back(4)  # this fit has not been there
+    assert (scheduler.last_epoch, optim.param_groups[0]["lr"]) == (6, 0.5**6)
+    schedulers.advance(5)
+    assert scheduler.last_epoch == 6
+    schedulers.advance(7)
+    assert scheduler.last_epoch == 7
+
+
+class Bound(LRScheduler):
+    """With a method of its own in its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rate = self.halved
+        super().__init__(optimizer)
+
+    def halved(self) -> float:
+        return float(0.5**self.last_epoch)
+
+    def get_lr(self) -> list[float]:
+        return [self.rate() for _ in self.base_lrs]
+
+
+def test_a_scheduler_s_own_methods_stay_its_own() -> None:
+    optim = optimizer()
+    optim.step()
+    schedulers = taken(Config(Bound(optim)), goes_back=True)
+    schedulers.resume(0)
+    schedulers.advance(5)
+    schedulers.take_back(2)
     schedulers.advance(4)
+    assert optim.param_groups[0]["lr"] == 0.5**4
+
+
+def test_a_scheduler_whose_state_cannot_be_copied_trains_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    optim = optimizer()
+    optim.step()
+    scheduler = ExponentialLR(optim, gamma=0.5)
+    scheduler.lock = threading.Lock()  # type: ignore[attr-defined]
+    schedulers = taken(Config(scheduler), goes_back=True)
+    schedulers.resume(0)
+    schedulers.advance(5)
+    schedulers.take_back(3)
     assert scheduler.last_epoch == 5
     schedulers.advance(6)
     assert scheduler.last_epoch == 6

@@ -72,7 +72,8 @@ class Trail:
         parted = any(theirs.get(epoch, mark) != mark for epoch, (mark, _) in self._way.items())
         undone = {epoch: mine for epoch, (_, mine) in self._way.items() if epoch > shared and mine is not None}
         undone = undone if parted else {}  # else it is behind, or it goes a step back on the same way
-        ahead = self._ahead + [one for one in decided if one.epoch > self.head.epoch]
+        told = (*self._ahead, *(one for one in decided if one.epoch > self.head.epoch))
+        ahead = list({one.commit.head: one for one in told}.values())  # whoever follows twice decides twice
         lost, self._ahead = _parted_from(head, theirs, ahead, {self._way[epoch][0] for epoch in undone})
         common = {epoch: one for epoch, one in self._way.items() if epoch <= shared}
         own = {one.epoch: one.mine for one in ahead if one not in lost}

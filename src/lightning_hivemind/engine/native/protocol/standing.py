@@ -11,7 +11,7 @@ from lightning_hivemind.engine.native.protocol.roster import Roster
 
 #: contributions that are told at once: some two megabytes
 MOST_TOLD = 30_000
-#: seconds after which who stood at a head without its state may have got it from somebody
+#: seconds after which who stood at a head without its state may have got it from somebody; twice that the next time
 WITHOUT_S = 30.0
 
 
@@ -22,8 +22,9 @@ class Standing:
         self._roster, self._emit = roster, emit
         self.head: Head | None = None
         self.catching_up_to: Head | None = None
-        #: heads whose state nobody had any more; of each those who lived then, and until when they are not followed
-        self._given_up: dict[Head, tuple[frozenset[PeerId], float]] = {}
+        #: heads whose state nobody had any more; of each those who lived then, until when they are not followed, and
+        #: for how long that was
+        self._given_up: dict[Head, tuple[frozenset[PeerId], float, float]] = {}
         self.history = History()
 
     @property
@@ -38,11 +39,13 @@ class Standing:
 
     def give_up(self, head: Head, now: float) -> None:
         """Nobody that lives has the state of it."""
-        self._given_up[head] = frozenset((*self._roster.living(), *self._roster.cut)), now + WITHOUT_S
+        *_, before_s = self._given_up.get(head, (WITHOUT_S / 2,))
+        without = frozenset((*self._roster.living(), *self._roster.cut))
+        self._given_up[head] = without, now + 2 * before_s, 2 * before_s
 
     def is_given_up(self, head: Head, sender: PeerId, now: float) -> bool:
         """Whether ``sender``, which stands there, was lately one of those without it. Who comes later may have it."""
-        without, until = self._given_up.get(head, (frozenset(), 0.0))
+        without, until, _ = self._given_up.get(head, (frozenset(), 0.0, 0.0))
         return sender in without and now < until
 
     def knows(self, head: Head) -> bool:
