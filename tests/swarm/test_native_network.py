@@ -41,7 +41,7 @@ class Heard:
     def arrived(self, peer: str, header: Header, payload: memoryview | None) -> None:
         self.frames.append((peer, bytes(payload or b"")))
 
-    def lost(self, peer: str, reason: str) -> None:
+    def lost(self, peer: str, reason: str, *, connects: bool = False) -> None:
         self.losses.append(peer)
 
 

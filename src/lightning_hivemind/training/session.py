@@ -104,9 +104,7 @@ class TrainingSession:
 
     def synchronise(self) -> None:
         if self._a.reuse_grad_buffers:
-            self._strategy.optimizers[
-                0
-            ].zero_grad()  # of a fit before, or of a hook: else in the first sum
+            self._strategy.optimizers[0].zero_grad()  # of a fit before, or of a hook: else in the first sum
         self._schedulers.resume(self.engine.epoch)  # Lightning has loaded their state by now, if there is one
         outcome = self.engine.synchronise()
         if self._a.initial_peers and self.engine.num_peers == 1:

@@ -83,7 +83,7 @@ class Watched:
             self.frames.append((header, bytes(payload)))
         self._driver.arrived(peer, header, payload)
 
-    def lost(self, peer: str, reason: str) -> None:
+    def lost(self, peer: str, reason: str, *, connects: bool = False) -> None:
         self._driver.lost(peer, reason)
 
 

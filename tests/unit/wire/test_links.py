@@ -52,7 +52,7 @@ class Ledger:
     def arrived(self, peer: str, header: Header, payload: memoryview | None) -> None:
         self.frames.append((peer, header, bytes(payload) if payload is not None else b""))
 
-    def lost(self, peer: str, reason: str) -> None:
+    def lost(self, peer: str, reason: str, *, connects: bool = False) -> None:
         self.losses.append((peer, reason))
 
 
@@ -907,3 +907,33 @@ def test_who_reads_no_answers_is_lost_before_they_fill_the_memory(monkeypatch: p
     assert town.ledgers["first"].losses == [("slow", "100 messages wait for it")]
     slow.may.set()
     town.close()
+
+
+def test_who_has_not_answered_in_time_is_told_once_and_reached_all_the_same(
+    town: City, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen, say, before there was a connection to it: a round would wait for it for all of ``matchmaking_time``."""
+    first, answers = town.settle("a"), threading.Event()
+    town.settle("b")
+    expect = town.settle("c").expect
+    monkeypatch.setattr(town.links["c"], "expect", lambda name: expect(name) if answers.wait(WAIT_S) else b"")
+    losses = town.ledgers["a"].losses
+
+    def look(for_s: float) -> None:
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            first.look(time.monotonic())
+            time.sleep(0.05)
+
+    message = (Header(kind=Kind.MESSAGE, length=1), (b"x",))
+    first.send("c", *message)
+    look(DETECT_S + 0.3)
+    assert losses == [], "nobody else is there to go on with"
+    first.send("b", *message)
+    wait_for(lambda: town.ledgers["b"].frames, "a message")
+    look(0.5)
+    assert losses == [("c", "it has not answered yet")]
+    answers.set()
+    wait_for(lambda: town.ledgers["c"].frames, "the message, at last")
+    look(0.2)
+    assert len(losses) == 1

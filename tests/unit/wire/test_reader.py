@@ -30,7 +30,7 @@ class Sink:
     def arrived(self, peer: str, header: Header, payload: memoryview | None) -> None:
         self.arrivals.append((header, None if payload is None else bytes(payload)))
 
-    def lost(self, peer: str, reason: str) -> None:
+    def lost(self, peer: str, reason: str, *, connects: bool = False) -> None:
         raise AssertionError
 
 

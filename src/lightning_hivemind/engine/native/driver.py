@@ -191,11 +191,11 @@ class Driver:
         elif header.kind is Kind.STATE and self._downloads is not None:
             self._downloads.arrived(peer, header, payload)
 
-    def lost(self, peer: PeerId, reason: str) -> None:
+    def lost(self, peer: PeerId, reason: str, *, connects: bool = False) -> None:
         log.info("no connection to peer %s: %s", peer, reason)
         self._events.put(lambda now: self._lost(peer, now))
         for part in (self._donor, self._downloads):
-            if part is not None:
+            if part is not None and not connects:
                 part.lost(peer)
 
     def _lost(self, peer: PeerId, now: float) -> None:

@@ -301,8 +301,11 @@ class Links:
     def look(self, now: float) -> None:
         """At what goes out, for :attr:`upload_rate`: often, as long as there is something. From the same thread."""
         if now >= self._looked_at + LOOK_S:
-            self._looked_at = now
-            self._speed.look(self._in_use.values())
+            self._looked_at, in_use = now, self._in_use
+            self._speed.look(in_use.values())
+            for peer, outlet in self._ways_out().items() if in_use else ():
+                if outlet.is_late(time.monotonic(), self._detect_s):  # frozen, say: rounds need not wait to know
+                    self._sink.lost(peer, "it has not answered yet", connects=True)
 
     @property
     def _in_use(self) -> dict[PeerId, list[socket.socket]]:

@@ -68,6 +68,7 @@ class Outlet:
         #: there is something for the first connection, or for another one
         self._changed, self._long = threading.Condition(lock), threading.Condition(lock)
         self._lanes = Lanes(reach, self._pump_long, outlets)
+        self._connects_since: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"to {self.peer[-6:]}", daemon=True)
         self._thread.start()
 
@@ -98,6 +99,14 @@ class Outlet:
             if has_ended(sock):
                 wake(sock)  # on a busy machine the first may not have been sent yet
         self.send(*PING)
+
+    def is_late(self, now: float, after_s: float) -> bool:
+        """Whether a connection has been in the making for so long; said once of each."""
+        since = self._connects_since
+        if since is None or now - since < after_s:
+            return False
+        self._connects_since = None
+        return True
 
     @property
     def connections(self) -> list[socket.socket]:
@@ -136,7 +145,9 @@ class Outlet:
         reason = ""
         try:
             while not self.reach.closed:
+                self._connects_since = time.monotonic()
                 sock = self.reach.connect()
+                self._connects_since = None
                 try:
                     self._pump(sock)
                 finally:

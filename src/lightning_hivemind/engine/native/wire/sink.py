@@ -29,8 +29,8 @@ class Sink(Protocol):
     def arrived(self, peer: PeerId, header: Header, payload: memoryview | None) -> None:
         """All of it is in the memory that :meth:`room` gave."""
 
-    def lost(self, peer: PeerId, reason: str) -> None:
-        """There is no connection to ``peer`` any more, and none could be made."""
+    def lost(self, peer: PeerId, reason: str, *, connects: bool = False) -> None:
+        """There is no connection to ``peer`` any more, and none could be made; or (``connects``) not yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
