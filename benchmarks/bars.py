@@ -71,13 +71,14 @@ def main() -> int:
             rows.append([*cells_of(never), f"`{BENCHMARKS[name]}`", content.get("commit", ""), ""])
         for one in content.get("bars", []):
             bar = Bar(**one)
-            if name in BENCHMARKS:
-                missed += bar.holds is False
-                unknown += bar.holds is None
             commit = content["commit"]
-            (rows if name in BENCHMARKS else older).append(
-                [*cells_of(bar), f"`{content['command']}`", commit, changes_since(commit)]
-            )
+            row = [*cells_of(bar), f"`{content['command']}`", commit, changes_since(commit)]
+            if name not in BENCHMARKS:
+                older.append(row)
+                continue
+            rows.append(row)
+            missed += bar.holds is False
+            unknown += bar.holds is None
     heads = ["bar", "asked for", "found", "holds", "measured by", "commit", "commits to src since"]
     counts = f"{len(rows)} bars, {missed} do not hold, {unknown} were not measured."
     if older:

@@ -118,6 +118,24 @@ def test_a_batch_whose_gradient_is_computed_twice_is_never_counted_with_the_sum(
     assert peer.said("finished")[0]["global_step"] == (2 if reuse else 4)
 
 
+@ANY_ENGINE
+def test_a_module_that_computes_every_gradient_twice_in_place_is_told_the_fix(swarm: Swarm) -> None:
+    """After more batches in a row than a peer would compute again by chance (out of memory, say)."""
+    limits = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 32, "num_sanity_val_steps": 0}
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        trainer=limits,
+        trainer_code={"callbacks": OWN_STEP % "(closure(), optimizer.step(closure))"},
+        strategy={"target_batch_size": 16, "reuse_grad_buffers": True},
+    )
+    error = peer.wait_for("raised", timeout_s=START_S)
+    assert error["kind"] == "ArgumentError", error["trace"]
+    assert "Set reuse_grad_buffers=False" in error["text"]
+    assert len(peer.said("BatchDropped")) == 9
+    peer.wait_exit(code=1)
+
+
 SWAPS = """[type("Swaps", (pl.Callback,), {
     "on_validation_start": lambda self, trainer, model: (
         setattr(self, "kept", [one.detach().clone() for one in model.parameters()]),

@@ -127,7 +127,7 @@ class SwarmSchedulers:
         try:
             states = [_as_it_is(taken.scheduler) for taken in self._taken]
         except Exception as error:  # user code: state that cannot be copied
-            self._goes_back, self._marks = False, []
+            self._marks = []
             log.warning(
                 "a scheduler's state cannot be copied (%s): should this peer ever take a state of fewer global steps"
                 " than it has made, its learning rate is another one than the others' until they have made them, too",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ class TrainingSession:
         self.auxiliary = arguments.auxiliary
         self.started = False
         self.drop_reason = "non-finite gradient"
-        self._dropped_in_a_row, self._stepped_before = 0, False
+        self._stepped_before = False
+        self._dropped_in_a_row: Counter[type[Exception]] = Counter()
         #: the global step at which this peer came into the run
         self._began_at = 0
 
@@ -141,7 +143,7 @@ class TrainingSession:
         """Unscale this batch's gradients; False if they hold a value that is not finite."""
         accepted = self._scale is None or self._scale.accept()
         if accepted:
-            self._dropped_in_a_row = 0
+            self._dropped_in_a_row.clear()
         return accepted
 
     def drop_batch(self, samples: int) -> int:
@@ -150,13 +152,11 @@ class TrainingSession:
         Raises:
             NonFiniteGradientsError: there was no good batch for too long. (A loss scale finds its level in about 20.)
         """
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row >= MOST_DROPPED:
-            raise NonFiniteGradientsError(
-                f"{MOST_DROPPED} batches in a row had a {self.drop_reason}, so this peer contributes nothing. Look for"
-                " NaN in the data, or lower the learning rate. (Clipping gradients does not help against NaN.)"
-            )
-        return self.discard(samples)
+        error = NonFiniteGradientsError(
+            f"{MOST_DROPPED} batches in a row had a {self.drop_reason}, so this peer contributes nothing. Look for"
+            " NaN in the data, or lower the learning rate. (Clipping gradients does not help against NaN.)"
+        )
+        return self._drop(samples, MOST_DROPPED, error)
 
     def drop_doubled(self, samples: int) -> int:
         """Undo a batch that is in the gradient several times; returns the samples that are lost with it.
@@ -164,12 +164,17 @@ class TrainingSession:
         Raises:
             ArgumentError: that is how this module trains.
         """
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row >= MOST_DOUBLED:
-            raise ArgumentError(
-                f"reuse_grad_buffers=True: in {MOST_DOUBLED} batches in a row backward() was called several times, and"
-                " nothing clears the gradient in between. Set reuse_grad_buffers=False."
-            )
+        error = ArgumentError(
+            f"reuse_grad_buffers=True: in {MOST_DOUBLED} batches in a row backward() was called several times, and"
+            " nothing clears the gradient in between. Set reuse_grad_buffers=False."
+        )
+        return self._drop(samples, MOST_DOUBLED, error)
+
+    def _drop(self, samples: int, most: int, error: Exception) -> int:
+        """``error`` is raised with the last of so many batches for which it would be, without a good one in between."""
+        self._dropped_in_a_row[type(error)] += 1
+        if self._dropped_in_a_row[type(error)] >= most:
+            raise error
         return self.discard(samples)
 
     def discard(self, samples: int) -> int:

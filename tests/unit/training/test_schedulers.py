@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.training.schedulers import MARKED, SwarmSchedulers, refuse_plateau, scheduler_from
+from lightning_hivemind.training.schedulers import MARKED, SwarmSchedulers, log, refuse_plateau, scheduler_from
 
 
 @dataclass
@@ -176,13 +176,17 @@ def test_a_scheduler_s_own_methods_stay_its_own() -> None:
     assert optim.param_groups[0]["lr"] == 0.5**4
 
 
-def test_a_scheduler_whose_state_cannot_be_copied_trains_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_whose_state_cannot_be_copied_trains_all_the_same_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log, "propagate", True)
     optim = optimizer()
     optim.step()
     scheduler = ExponentialLR(optim, gamma=0.5)
     scheduler.lock = threading.Lock()  # type: ignore[attr-defined]
     schedulers = taken(Config(scheduler), goes_back=True)
     schedulers.resume(0)
+    assert "a scheduler's state cannot be copied" in caplog.text
     schedulers.advance(5)
     schedulers.take_back(3)
     assert scheduler.last_epoch == 5

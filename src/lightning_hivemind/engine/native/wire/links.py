@@ -304,7 +304,7 @@ class Links:
             self._looked_at, in_use = now, self._in_use
             self._speed.look(in_use.values())
             for peer, outlet in self._ways_out().items() if in_use else ():
-                if outlet.is_late(time.monotonic(), self._detect_s):  # frozen, say: rounds need not wait to know
+                if outlet.becomes_late(now, self._detect_s):  # frozen, say: rounds need not wait to know
                     self._sink.lost(peer, "it has not answered yet", connects=True)
 
     @property

@@ -100,7 +100,7 @@ class Outlet:
                 wake(sock)  # on a busy machine the first may not have been sent yet
         self.send(*PING)
 
-    def is_late(self, now: float, after_s: float) -> bool:
+    def becomes_late(self, now: float, after_s: float) -> bool:
         """Whether a connection has been in the making for so long; said once of each."""
         since = self._connects_since
         if since is None or now - since < after_s:
