@@ -87,7 +87,8 @@ def forecast_table(turns: Sequence[Turn]) -> str:
         " `lightning-hivemind simulate --profile perfect --uplink ...` with the same figures. *s per step*: median; of"
         " peer 0 with the range, all repeats. *MB sent*: per peer and step, mean; measured at the interfaces, so with"
         " TLS's own bytes, the DHT's, and part of the headers of TCP and IP. *ideal*: 2(n-1)/n times the encoded"
-        " gradient. Peers share the cores, which the simulator does not know."
+        " gradient. *coordinator*: messages that it sends and receives in a step, and their kB with headers; mean."
+        " Peers share the cores, which the simulator does not know."
     )
     rows = []
     for peers in sorted({turn.spec.peers for turn in turns}):
@@ -104,8 +105,12 @@ def forecast_table(turns: Sequence[Turn]) -> str:
                 measured.show(),
                 number(expected_s / measured.median),
                 number(expected.sent_bytes_mean / 1e6),
-                number(fmean(sent) / 1e6) if sent else NOTHING,
-                number(fmean(sent) / ideal) if sent else NOTHING,
+                mean_of([one / 1e6 for one in sent]),
+                mean_of([one / ideal for one in sent]),
+                number(expected.coordinator_messages),
+                mean_of([messages for turn in own for messages in turn.led_messages]),
+                number(expected.coordinator_message_bytes / 1e3),
+                mean_of([size_bytes / 1e3 for turn in own for size_bytes in turn.led_bytes]),
                 ", ".join(turn.failure for turn in own if turn.failure),
             ]
         )
@@ -117,6 +122,14 @@ def forecast_table(turns: Sequence[Turn]) -> str:
         "MB sent, foretold",
         "measured",
         "measured / ideal",
+        "coordinator's messages, foretold",
+        "measured",
+        "kB, foretold",
+        "measured",
         "",
     ]
     return f"{caption}\n\n{markdown_table(header, rows)}"
+
+
+def mean_of(values: Sequence[float]) -> str:
+    return number(fmean(values)) if values else NOTHING

@@ -19,6 +19,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from bench_led import note_rounds
 from bench_machine import cpu_seconds_below
 from bench_spec import WIDTH, TurnSpec, outcomes_of
 
@@ -226,6 +227,8 @@ def train_ours(spec: TurnSpec, folder: Path, index: int, meter: Meter) -> None:
     options = {"engine": "hivemind", **spec.options}  # bench_plan.native() names the other one
     if spec.codec:
         options["grad_compression"] = getattr(lightning_hivemind, spec.codec)()
+    if spec.uplink_mbit_s:
+        note_rounds(folder / f"led-{index}.jsonl")
     peers = first_peers(folder, index)
     strategy = lightning_hivemind.HivemindStrategy(
         target_batch_size=spec.target_samples,

@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from bench_led import led_rounds
 from bench_machine import cpu_seconds_below
 from bench_spec import TurnSpec, json_lines, outcomes_of
 from bench_stats import Round, rounds_of_marks, whole_share
@@ -49,6 +50,7 @@ class Turn:
         rounds: of each peer, within the window, which begins and ends with a step of peer 0.
         sent_bytes: per peer and global step: of each one where peers have lines of their own, else the mean of all,
             which is what went through loopback.
+        led_messages, led_bytes: of the coordinator of each round; where peers have lines of their own.
         history: the same from the peer's first step to the end of the turn, measured or not.
     """
 
@@ -62,6 +64,8 @@ class Turn:
     rounds: list[list[Round]] = field(default_factory=list)
     history: list[list[Round]] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)
+    led_messages: list[float] = field(default_factory=list)
+    led_bytes: list[float] = field(default_factory=list)
     failure: str = ""
 
     @property
@@ -256,6 +260,10 @@ def read_turn(turn: Turn, folder: Path) -> None:
         if len(marks) > 1 and (turn.spec.uplink_mbit_s or index == 0):
             sent = (marks[-1]["sent"] - marks[0]["sent"]) / (marks[-1]["epoch"] - marks[0]["epoch"])
             turn.sent_bytes.append(sent if turn.spec.uplink_mbit_s else sent / turn.spec.peers)
+        notes = json_lines(folder / f"led-{index}.jsonl")
+        for messages, size_bytes in led_rounds([one for one in notes if begin < one["time"] <= end]):
+            turn.led_messages.append(messages)
+            turn.led_bytes.append(size_bytes)
 
 
 def _last_line(path: Path) -> str:

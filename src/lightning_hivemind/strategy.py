@@ -186,8 +186,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     # ------------------------------------------------------------------ trainer.fit(...): every batch
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Count the samples of the batch that comes now."""
+    def begin_batch(self, batch: Any) -> None:
+        """Before all hooks of the batch that comes now: count its samples, and make the steps that wait."""
         session = self._running()
         self._drop_left_out()
         self._batch_samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)
@@ -300,12 +300,13 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         """The mean of a metric over all peers, weighted by samples; never waits for anybody.
 
         Publishes ``value`` (over ``samples`` samples) under ``name`` and returns the weighted mean of every live peer's
-        latest. A peer that has published nothing yet is not in it.
+        latest. A peer that has published nothing yet is not in it. What a peer says before its first batch (Lightning's
+        sanity check), or as a helper (``auxiliary``), is not of the swarm's model, and is not published.
 
         Raises:
             ArgumentError: more than 20 names, or one of more than 40 bytes. Those published before stay.
         """
-        return self._running().engine.swarm_mean(name, float(value), samples)
+        return self._running().swarm_mean(name, float(value), samples)
 
     def request_stop(self, reason: str = "requested") -> None:
         """Stop the whole run: every peer ends after the same global step. ``reason`` is logged here."""

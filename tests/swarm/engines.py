@@ -70,13 +70,15 @@ class Board:
 class Trainer:
     """A peer with one parameter, whose batches have the gradients that a test says.
 
+    Args:
+        begins: take its place in the swarm at once.
     Attributes:
         waited: how often the engine has asked, since a batch was to begin or to end, whether to go on waiting.
         patience: so often it may; the next time :attr:`impatient` is called, once.
         aborted: whether its process is being stopped.
     """
 
-    def __init__(self, name: str, *, buffers: Sequence[torch.Tensor] = (), **given: Any) -> None:
+    def __init__(self, name: str, *, buffers: Sequence[torch.Tensor] = (), begins: bool = True, **given: Any) -> None:
         self.arguments = Arguments(**{"target_batch_size": 16, "host_maddrs": ["/ip4/127.0.0.1/tcp/0"], **given})
         self.weight = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 1000))
         self.plain = torch.optim.SGD([self.weight], lr=1.0)
@@ -94,7 +96,8 @@ class Trainer:
         self.impatient: Callable[[], None] = lambda: None
         self.engine = NativeEngine(self.arguments, network, training, bus)
         self.engine.start()
-        self.engine.synchronise()
+        if begins:
+            self.engine.synchronise()
 
     def _looks(self) -> bool:
         self.waited += 1

@@ -66,6 +66,24 @@ def test_an_auxiliary_peer_helps_and_contributes_nothing(swarm: Swarm) -> None:
     assert distance(trainers[0].parameters(first), replay(trainers, first)[first]) < 1e-5
 
 
+def test_a_helper_with_the_trainers_script_neither_judges_nor_ends_the_run(swarm: Swarm) -> None:
+    """Its own parameters never change: it would stop all after two validations, and has no metric to save by."""
+    judges = (
+        "[pl.callbacks.EarlyStopping('val_loss', patience=0),"
+        " pl.callbacks.ModelCheckpoint(spec.folder, monitor='train_loss', save_on_train_epoch_end=True)]"
+    )
+    passes = {"max_steps": -1, "max_epochs": -1, "limit_train_batches": 1, "enable_checkpointing": True}
+    (helper,) = swarm.start(
+        1, together=False, strategy={"auxiliary": True}, trainer=passes, trainer_code={"callbacks": judges}
+    )
+    trainers = swarm.start(2, min_peers=3, trainer={"max_steps": 12}, delay_s=0.25)
+    swarm.finish(*trainers)
+    assert [trainer.said("finished")[0]["global_step"] for trainer in trainers] == [12, 12]
+    assert not [one for trainer in trainers for one in trainer.said("StopRequested")]
+    assert not helper.said("validated")
+    assert not list(helper.folder.glob("**/*.ckpt"))
+
+
 def test_a_client_averages_though_it_accepts_no_connections(swarm: Swarm) -> None:
     peers = swarm.start(2, peers=[{}, {"strategy": {"client_mode": True}}], trainer={"max_steps": 3}, delay_s=0.02)
     ports = peers[1].look().ports

@@ -345,6 +345,33 @@ def test_the_identity_makes_the_peer_id_and_two_live_peers_cannot_share_it(bench
     assert third.peer_id == peer_id
 
 
+def test_ctrl_c_while_a_network_leaves_leaves_nothing_behind(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook lives on, and its next fit wants the same identity."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = str(tmp_path / "key")
+    first = bench.network(identity_path=path)
+    first.start()
+    assert first.sockets is not None
+    folder, started = first.sockets.path, [*first.sockets.daemon_pids(), first.dht.pid]
+    monkeypatch.setattr(daemon, "_stop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.shutdown()
+    monkeypatch.undo()
+    assert not folder.exists()
+    deadline = time.monotonic() + 5.0
+    while any(state_of(pid) not in ("Z", "") for pid in started):
+        assert time.monotonic() < deadline, started
+        time.sleep(0.05)
+    again = bench.network(identity_path=path)
+    again.start()
+    assert again.peer_id == first.peer_id
+
+
 @pytest.mark.parametrize("joins", [False, True], ids=["first", "told to join itself"])
 def test_an_identity_in_use_on_this_machine_is_refused_though_nobody_is_asked(
     joins: bool, bench: Bench, tmp_path: Path

@@ -21,6 +21,7 @@ import bench_results
 import forks
 from bench_bars import Bar, at_most, bars_of_turns, bars_table, is_so
 from bench_joiner import Joiner, joiner_bars
+from bench_led import led_rounds
 from bench_more import OtherMeasurement, both, measured_before, next_repeat
 from bench_peer import Batches, Module
 from bench_plan import (
@@ -155,6 +156,13 @@ class TestRounds:
         (tmp_path / "events-1.jsonl").write_text("\n".join(lines), encoding="utf-8")
         (found,) = outcomes_of(TurnSpec(contender=OURS, kind="ours"), tmp_path, 1)
         assert (found["time"], found["contributors"], found["wait_s"]) == (2.0, 2, 0.5)
+
+    def test_messages_are_those_between_two_rounds_that_a_peer_coordinated(self) -> None:
+        notes = [
+            {"led": led, "messages": messages, "bytes": 100 * messages}
+            for led, messages in [(False, 5), (True, 10), (True, 17), (False, 20), (True, 30), (True, 36)]
+        ]
+        assert led_rounds(notes) == [(7, 700), (6, 600)]
 
 
 class TestTables:

@@ -53,7 +53,7 @@ class SwarmRecords:
             SchemaMismatchError: another peer trains another model, has another target, or averages otherwise.
         """
         mine, (name, print_) = self._own_schema(), self._outside
-        role = "auxiliary" if self._a.auxiliary else "trainer"
+        role = "auxiliary" if self._a.auxiliary else "trainer" if self._a.initial_peers else "founder"
         self._records.publish(schema=mine, role=role, outside=print_ or None)
         self._records.refresh(LOOK_S)
         for peer, record in self._others().items():
@@ -80,6 +80,11 @@ class SwarmRecords:
     def auxiliaries(self) -> list[str]:
         """Other live peers that only help to average."""
         return [peer for peer, record in self._others().items() if record.get("role") == "auxiliary"]
+
+    @property
+    def founders(self) -> set[str]:
+        """Ids of other live peers that train, and joined nobody: the run begins with their parameters."""
+        return {peer for peer, record in self._others().items() if record.get("role") == "founder"}
 
     @property
     def peers(self) -> set[str]:

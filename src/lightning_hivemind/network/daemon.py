@@ -8,6 +8,7 @@ process is killed the kernel ends ``p2pd`` (Linux), or :meth:`PeerNetwork.shutdo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -207,12 +208,14 @@ class PeerNetwork:
         """
         dht, sockets = self._dht, self._sockets
         self._dht = self._sockets = self._daemon_pid = None
-        if dht is not None:
-            _stop(dht, timeout_s)
-        if sockets is not None:
-            sockets.kill_daemons(timeout_s=max(1.0, 0.1 * timeout_s))
-            sockets.release()
-        self._identity.release()
+        with contextlib.ExitStack() as left:  # all of it, also if Ctrl+C comes meanwhile: a notebook lives on
+            left.callback(self._identity.release)
+            if sockets is not None:
+                left.callback(sockets.release)
+                left.callback(sockets.kill_daemons, timeout_s=max(1.0, 0.1 * timeout_s))
+            if dht is not None:
+                left.callback(_kill, dht)
+                _stop(dht, timeout_s)
 
     def _running(self) -> PeerDHT:
         if self._dht is None or self._peer_id is None:
@@ -344,9 +347,13 @@ def _stop(dht: PeerDHT, timeout_s: float) -> None:
     if dht.is_alive():
         dht.terminate()
         dht.join(0.15 * timeout_s)
-    if dht.is_alive():
+    _kill(dht)
+    dht.join(0.1 * timeout_s)
+
+
+def _kill(dht: PeerDHT) -> None:
+    if dht.pid is not None and dht.is_alive():
         dht.kill()
-        dht.join(0.1 * timeout_s)
 
 
 def _ask_to_stop(dht: PeerDHT) -> None:

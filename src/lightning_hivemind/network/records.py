@@ -1,13 +1,17 @@
 """One small record per live peer in the DHT: what peers tell one another besides gradients.
 
-Nothing here is authenticated: any member of the DHT can write any peer's record. What comes in is bounded in size and
-number, and of plain types; what it says must be checked by whoever uses it.
+A record is sealed with the id of its run: who does not know that can neither make one, nor make an old one last longer.
+Whoever does can write any peer's. What comes in is bounded in size and number, and of plain types; what it says must be
+checked by whoever uses it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
+import hmac
 import logging
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -31,8 +35,9 @@ MAX_PEERS = 4096
 _MAX_EXPIRATION_S = 3600.0
 _MAX_ITEMS = 128
 _MAX_DEPTH = 4
-#: Overwrites a record until it expires; an empty value means that its peer has left.
+#: Overwrites a record until it expires: its peer has left.
 _WITHDRAWN = b""
+SEAL_BYTES = 16
 
 Record = dict[str, Any]
 
@@ -155,7 +160,8 @@ class PeerRecords:
         expires = max(now + self.expiration_s, self._last_expiration + 0.001)
         self._last_expiration = expires
         self._tell_clock(expires - now)
-        return bool(self._ask("store", timeout_s, self._key, value, expires, subkey=self._peer_id))
+        sealed = seal(self._key, self._peer_id, value, expires) + value
+        return bool(self._ask("store", timeout_s, self._key, sealed, expires, subkey=self._peer_id))
 
     def _fetch(self, timeout_s: float) -> bool:
         failed = object()
@@ -188,10 +194,13 @@ class PeerRecords:
             self._report_malformed(peer, "impossible expiration")
             return None
         value = getattr(entry, "value", None)
-        if value == _WITHDRAWN:
-            return None
         try:
-            return unpack_record(value), float(expires)
+            if not isinstance(value, bytes):
+                raise ValueError(f"holds a {type(value).__name__}, not bytes")
+            packed = value[SEAL_BYTES:]
+            if not hmac.compare_digest(value[:SEAL_BYTES], seal(self._key, peer, packed, expires)):
+                raise ValueError("was not sealed by a peer of this run, or not by this release")
+            return None if packed == _WITHDRAWN else (unpack_record(packed), float(expires))
         except ValueError as error:
             self._report_malformed(peer, str(error))
             return None
@@ -240,6 +249,12 @@ class PeerRecords:
             log.warning("ignoring the record of peer %s: %s", peer, reason)
 
 
+def seal(key: str, peer: str, value: bytes, expires: float) -> bytes:
+    """What shows that whoever made this entry knows ``key``, which the DHT itself knows by its hash only."""
+    secret = hashlib.sha256(f"seal of {key}".encode()).digest()
+    return hmac.digest(secret, peer.encode() + struct.pack(">d", expires) + value, "sha256")[:SEAL_BYTES]
+
+
 def pack_record(record: Mapping[str, object]) -> bytes:
     """Pack a record for the DHT. Raises ArgumentError for wrong types, too deep nesting, or too many bytes."""
     problem = _problem_with(record, depth=0)
@@ -255,10 +270,8 @@ def pack_record(record: Mapping[str, object]) -> bytes:
     return packed
 
 
-def unpack_record(packed: object) -> Record:
+def unpack_record(packed: bytes) -> Record:
     """Read a record that may come from anyone. Raises ValueError for all that :func:`pack_record` cannot have made."""
-    if not isinstance(packed, bytes):
-        raise ValueError(f"holds a {type(packed).__name__}, not bytes")
     if len(packed) > MAX_RECORD_BYTES:
         raise ValueError(f"has {len(packed)} bytes, at most {MAX_RECORD_BYTES} are read")
     try:

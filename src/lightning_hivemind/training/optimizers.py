@@ -10,11 +10,15 @@ import torch
 
 from lightning_hivemind.errors import ArgumentError
 
+PLAIN = bool, int, float, str, tuple, type(None)
+HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+
 
 def rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[Mapping[str, Any]]], torch.optim.Optimizer]:
     """``callable(param_groups)`` that makes an optimizer of the same kind with the same settings.
 
-    The groups carry all their settings; what a constructor demands besides is taken from ``optimizer.defaults``.
+    The groups carry all their settings; what a constructor demands besides is taken from ``optimizer.defaults``, and
+    settings that it keeps as attributes from ``optimizer``, as are its hooks.
     """
     kind, defaults = type(optimizer), dict(optimizer.defaults)
 
@@ -22,13 +26,19 @@ def rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[Mapping[st
         accepted = inspect.signature(kind.__init__).parameters
         settings = {key: value for key, value in defaults.items() if key in accepted}
         try:
-            return kind([dict(group) for group in groups], **settings)
+            new = kind([dict(group) for group in groups], **settings)
         except TypeError as error:
             raise ArgumentError(
                 f"{kind.__name__} cannot be re-created on host memory ({error}), which offload_optimizer and the"
                 " delay_* arguments need. Its constructor must take (params, **settings found in its param groups);"
                 " or use offload_optimizer=False without delays."
             ) from error
+        for name, value in vars(optimizer).items():
+            if isinstance(value, PLAIN) and not name.startswith("_"):
+                setattr(new, name, value)
+        for hooks in HOOKS:
+            getattr(new, hooks).update(getattr(optimizer, hooks))
+        return new
 
     return rebuild
 

@@ -47,11 +47,11 @@ class StopTogether:
 
     While other peers are there, the loop is told that it may not stop before the next global step; the wish travels
     with the next rounds, and takes effect for everybody at the epoch that carried it. A :class:`Timer` that ran out is
-    this peer's own business: only this peer leaves.
+    this peer's own business: only this peer leaves. So is, with ``alone``, every wish: that of a peer that only helps.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, *, alone: bool = False) -> None:
+        self._trainer, self._alone = trainer, alone
         self._loop = trainer.fit_loop.epoch_loop
         self._min_steps, self._min_epochs = self._loop.min_steps, trainer.fit_loop.min_epochs
         self._asked = False
@@ -60,7 +60,7 @@ class StopTogether:
         """True once, when this peer has a wish to stop the run that the swarm does not know yet."""
         if self._asked or not self._trainer.should_stop or not self._may_stop():
             return False
-        if self._own_time_is_up():
+        if self._is_its_own():
             self.release()
             return False
         self._asked = True
@@ -68,7 +68,7 @@ class StopTogether:
 
     def hold(self, epoch: int, *, alone: bool) -> None:
         """After a batch: with others around, a wish to stop must wait for the next global step."""
-        if alone or self._own_time_is_up():
+        if alone or self._is_its_own():
             self.release()
         else:
             self._loop.min_steps = max(self._min_steps or 0, epoch + 1)
@@ -87,8 +87,8 @@ class StopTogether:
         passes = self._trainer.fit_loop.epoch_progress.current.processed
         return bool(self._loop.global_step >= (self._min_steps or 0) and passes >= (self._min_epochs or 0))
 
-    def _own_time_is_up(self) -> bool:
-        return any(
+    def _is_its_own(self) -> bool:
+        return self._alone or any(
             type(callback).__name__ == "Timer" and (left := callback.time_remaining()) is not None and left <= 0
             for callback in self._trainer.callbacks
         )

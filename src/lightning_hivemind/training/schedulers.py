@@ -54,8 +54,11 @@ class SwarmSchedulers:
     ``advance`` may be called from several threads at once: background steps and local updates are not in one thread.
     """
 
-    def __init__(self, step_hook: Callable[[Any], None], *, goes_back: bool = False) -> None:
-        """``goes_back``: :meth:`take_back` may be called, and ``step_hook`` may be called again for a step."""
+    def __init__(self, step_hook: Callable[[Any, int], None], *, goes_back: bool = False) -> None:
+        """``step_hook``: advances a scheduler, to its position at that global step.
+
+        ``goes_back``: :meth:`take_back` may be called, and ``step_hook`` may be called again for a step.
+        """
         self._step_hook, self._goes_back = step_hook, goes_back
         self._taken: list[_Taken] = []
         #: the one at which this fit began, and the last two
@@ -118,7 +121,7 @@ class SwarmSchedulers:
 
     def _advance(self, epoch: int) -> None:
         for taken in self._taken:
-            self._step(taken.scheduler, epoch // taken.frequency - self._epoch // taken.frequency)
+            self._step(taken, self._epoch // taken.frequency, epoch // taken.frequency)
         self._epoch = max(self._epoch, epoch)
         if self._marks and self._epoch - self._marks[-1].epoch >= MARKED:
             self._mark()
@@ -151,14 +154,15 @@ class SwarmSchedulers:
             "%s stood at %d and was advanced to %d: in a swarm, schedulers count global steps, of which %d are made.",
             *(name, found, wanted, epoch),
         )
-        self._step(taken.scheduler, wanted - found)
+        self._step(taken, found - taken.start, wanted - taken.start)
 
-    def _step(self, scheduler: Any, times: int) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
-        if times > 0 and optimizer is not None:
+    def _step(self, taken: _Taken, made: int, wanted: int) -> None:
+        """Of its steps so many are made."""
+        optimizer = getattr(taken.scheduler, "optimizer", None)
+        if wanted > made and optimizer is not None:
             optimizer._opt_called = True  # its steps were made, here or elsewhere: else torch warns of the wrong order
-        for _ in range(times):
-            self._step_hook(scheduler)
+        for position in range(made + 1, wanted + 1):
+            self._step_hook(taken.scheduler, position * taken.frequency)
 
 
 def _groups(scheduler: Any) -> Sequence[dict[str, Any]]:

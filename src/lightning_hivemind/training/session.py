@@ -17,6 +17,7 @@ from lightning_hivemind.errors import ArgumentError, NonFiniteGradientsError
 from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
 from lightning_hivemind.training.buffers import Buffers
+from lightning_hivemind.training.bystander import Bystander
 from lightning_hivemind.training.checks import check_trainer
 from lightning_hivemind.training.first_to_know import FirstToKnow
 from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
@@ -45,7 +46,7 @@ class TrainingSession:
         self._module = trainer.lightning_module
         self._buffers = Buffers(self._module)
         self._progress = LoopProgress(trainer)
-        self._stopping = StopTogether(trainer)
+        self._stopping = StopTogether(trainer, alone=arguments.auxiliary)
         own_way = lightning_module(strategy.package, "utilities.model_helpers").is_overridden(
             "lr_scheduler_step", self._module
         )
@@ -53,6 +54,7 @@ class TrainingSession:
         self._zero_grad = DisabledZeroGrad(self._module) if arguments.reuse_grad_buffers else None
         self._scale: LossScale | None = None
         self._first: FirstToKnow | None = None
+        self._bystander: Bystander | None = None
         self.auxiliary = arguments.auxiliary
         self.started = False
         self.drop_reason = "non-finite gradient"
@@ -67,6 +69,8 @@ class TrainingSession:
 
     def start(self, network: PeerNetwork) -> None:
         """Bring the engine up over the optimizer that Lightning has made, and take its place where need be."""
+        if self.auxiliary:
+            self._bystander = Bystander(self._trainer, self._strategy.package)
         optimizer = self._strategy.optimizers[0]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
@@ -96,7 +100,9 @@ class TrainingSession:
         if self._zero_grad is not None:
             self._zero_grad.disable()
         self._progress.attach()
-        self._first = FirstToKnow(self._trainer, self._strategy.package, self.before_validation)
+        self._first = FirstToKnow(
+            self._trainer, self._strategy.package, self._strategy.begin_batch, self.before_validation
+        )
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step)
 
@@ -135,6 +141,12 @@ class TrainingSession:
     def request_stop(self, reason: str) -> None:
         log.info("asking the whole run to stop: %s", reason)
         self.engine.request_stop(reason)
+
+    def swarm_mean(self, name: str, value: float, samples: int) -> float:
+        """See the strategy's. What a model says that is not the swarm's is not published."""
+        if not self.started:  # Lightning's sanity check: nothing was trained, and no state taken
+            return value
+        return self.engine.swarm_mean(name, value, 0 if self.auxiliary else samples)
 
     def batch_weight(self, samples: int) -> float:
         return self.engine.batch_weight(samples)
@@ -217,6 +229,8 @@ class TrainingSession:
         self._progress.detach()
         if self._first is not None:
             self._first.remove()
+        if self._bystander is not None:
+            self._bystander.end()
         self._stopping.release()
         if self._zero_grad is not None:
             self._zero_grad.restore()
@@ -245,7 +259,11 @@ class TrainingSession:
             self._strategy.lr_scheduler_configs = [config_type(scheduler, interval="step")]
         self._schedulers.take_over(self._strategy.lr_scheduler_configs, self._trainer.global_step)
 
-    def _step_scheduler(self, scheduler: Any) -> None:
+    def _step_scheduler(self, scheduler: Any, epoch: int) -> None:
+        if self._a.engine == "native" and not self._a.delay_optimizer_step:  # (else in a thread of its own)
+            self._progress.follow(
+                max(epoch, self._trainer.global_step), committed=False
+            )  # as Lightning counts it first
         self._module.lr_scheduler_step(scheduler, None)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

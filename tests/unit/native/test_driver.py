@@ -165,6 +165,9 @@ class Run:
             self.drivers[name].contributed()
         return given
 
+    def connections(self) -> set[object]:
+        return {inlet for links in self.town.links.values() for inlet in links._inlets}
+
     def wait_for_commit(self, number: int, names: list[str] | None = None) -> None:
         for name in names or list(self.trainees):
             trainee = self.trainees[name]
@@ -201,9 +204,12 @@ def test_three_peers_average_by_samples_and_all_get_the_same_bytes(
     run = Run(["a", "b", "c"], Layout(elements, chunk_elements=1000), secure=secure)
     runs.append(run)
     samples = {"a": 10, "b": 30, "c": 24}
+    wait_for(lambda: len(run.connections()) == 6, "connections both ways, before anything is sent on them")
+    warm = run.connections()
     for number in range(1, 4):
         given = run.contribute(samples)
         run.wait_for_commit(number)
+        assert run.connections() == warm, "a round takes those of the one before"
         averages = [trainee.averages[-1] for trainee in run.trainees.values()]
         assert all(average is not None and torch.equal(average, averages[0]) for average in averages)
         assert torch.allclose(averages[0].double(), mean(given, samples), rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch
 from lightning_hivemind import codecs
 from lightning_hivemind.engine.native import engine as engine_module
 from lightning_hivemind.engine.native.parts import Parts
+from lightning_hivemind.errors import StateError
 from lightning_hivemind.events import BatchAccumulated, RoundIncomplete, RoundMissed, Waiting
 from swarm.engines import FOUNDER, Trainer, connected
 from swarm.town import wait_for
@@ -33,6 +35,31 @@ WAYS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 Make = Callable[..., Trainer]
+
+
+@pytest.mark.parametrize("auxiliary", [False, True], ids=["alone", "with a helper"])
+def test_who_joins_a_run_waits_for_its_founder_to_begin(monkeypatch: pytest.MonkeyPatch, *, auxiliary: bool) -> None:
+    """Who founds it may be slow (Lightning's sanity check): else it would begin with the values of who was quicker."""
+    connected(monkeypatch)
+    founder = Trainer("founder", begins=False)
+    founder.weight.data.fill_(7.0)
+    helpers = [Trainer("helper", initial_peers=[FOUNDER], auxiliary=True)] if auxiliary else []
+    late = threading.Timer(1.5, founder.engine.synchronise)
+    late.start()
+    joiner = Trainer("joiner", initial_peers=[FOUNDER])
+    late.join()
+    assert joiner.weight.unique().tolist() == [7.0]
+    assert joiner.engine._head == founder.engine._head
+    for one in (joiner, *helpers, founder):
+        one.engine.shutdown(5.0)
+
+
+def test_a_founder_that_does_not_begin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected(monkeypatch)
+    founder = Trainer("founder", begins=False)
+    with pytest.raises(StateError, match=r"peer founder.* has not begun to train for 1 s \(load_state_timeout\)"):
+        Trainer("joiner", initial_peers=[FOUNDER], load_state_timeout=1.0)
+    founder.engine.shutdown(5.0)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native import handover as handover_module
+from lightning_hivemind.engine.native import spill as spill_module
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.pace import Pace
@@ -248,7 +249,7 @@ def test_which_states_lead_to_where_the_swarm_is(desk: Desk) -> None:
 def few(monkeypatch: pytest.MonkeyPatch) -> Desk:
     """With memory for five steps, and room for three more on disk."""
     monkeypatch.setattr(handover_module, "WAITING_BYTES", 4 * 4 * 5)
-    monkeypatch.setattr(handover_module, "MOST_ON_DISK", 8)
+    monkeypatch.setattr(spill_module, "MOST_ON_DISK", 8)
     return Desk()
 
 
@@ -263,6 +264,15 @@ def test_more_steps_than_there_is_memory_for_wait_on_disk(few: Desk) -> None:
         assert step is not None
         assert torch.equal(step.average, average)
         head = commit.head
+
+
+def test_averages_on_disk_leave_three_of_four_files_that_may_be_open_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a validation could not save its checkpoint, or start the workers of a loader."""
+    found = []
+    for soft in (256, 1 << 20, spill_module.resource.RLIM_INFINITY):
+        monkeypatch.setattr(spill_module.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        found.append(spill_module.most_on_disk())
+    assert found == [64, 1000, 1000]
 
 
 IN_MEMORY = "/dev/shm"

@@ -227,6 +227,13 @@ def test_what_is_frozen_later_does_not_shift_the_gradients_of_the_rest(trainee: 
     assert trainee.hooked[0][-3:] == pytest.approx(averages(1)[0][4:].tolist())
 
 
+def test_what_only_this_peer_has_frozen_steps_as_the_others_do(trainee: Trainee) -> None:
+    """A hook that freezes by the pass is at another global step on each peer."""
+    trainee.weight.requires_grad_(False)
+    trainee.step(torch.cat((averages(1)[0], torch.zeros(2))), 1)
+    assert same(trainee.parameters, plainly(averages(1)))
+
+
 def test_what_is_added_later_is_refused_before_anything_changes() -> None:
     trainee = Trainee()
     trainee.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
@@ -408,7 +415,7 @@ def hand_over(donor: Trainee, joiner: Trainee) -> bytes:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scheduler_goes_back_with_the_state_of_a_lineage_of_fewer_steps(way: str) -> None:
     """The one with more samples wins, and after a healed partition that may be the one with fewer steps."""
-    schedulers = [SwarmSchedulers(lambda scheduler: scheduler.step(), goes_back=True) for _ in range(2)]
+    schedulers = [SwarmSchedulers(lambda scheduler, epoch: scheduler.step(), goes_back=True) for _ in range(2)]
     winner, loser = (Trainee(way, scheduler=one) for one in schedulers)
     for one in schedulers:
         one.resume(0)

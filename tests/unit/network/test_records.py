@@ -20,7 +20,15 @@ pytest.importorskip("hivemind")
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from lightning_hivemind.network.records import MAX_PEERS, MAX_RECORD_BYTES, PeerRecords, pack_record, unpack_record
+from lightning_hivemind.network.records import (
+    MAX_PEERS,
+    MAX_RECORD_BYTES,
+    SEAL_BYTES,
+    PeerRecords,
+    pack_record,
+    seal,
+    unpack_record,
+)
 
 ID_A = "12D3KooWHGnvLKJomb7RNZxpFXT8Aga4ts9Z9EtSnoMYQNg5z1BZ"
 ID_B = "QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM"
@@ -59,8 +67,11 @@ class MemoryDHT:
         assert latest
         return self._answer(ValueWithExpiration(dict(self.entries), 0.0) if self.entries else None)
 
-    def plant(self, peer: object, value: object, expires_in_s: float = 30.0) -> None:
-        self.entries[peer] = ValueWithExpiration(value, get_dht_time() + expires_in_s)
+    def plant(self, peer: object, value: object, expires_in_s: float = 30.0, *, run: str = "run") -> None:
+        expires = get_dht_time() + expires_in_s
+        if isinstance(value, bytes) and isinstance(peer, str):  # whoever made it knows the run
+            value = seal(f"{run}_lightning_peers", peer, value, expires) + value
+        self.entries[peer] = ValueWithExpiration(value, expires)
 
 
 @pytest.fixture
@@ -91,7 +102,7 @@ def test_a_field_of_none_is_removed(dht: MemoryDHT, records: PeerRecords) -> Non
     records.publish(a=1, b=2)
     records.publish(a=None)
     assert records.refresh(TIMEOUT_S)
-    assert unpack_record(dht.entries[ID_A].value) == {"b": 2}
+    assert unpack_record(dht.entries[ID_A].value[SEAL_BYTES:]) == {"b": 2}
 
 
 def test_a_record_is_stored_again_before_it_expires(dht: MemoryDHT) -> None:
@@ -184,6 +195,23 @@ def test_a_malformed_record_is_ignored_and_logged_once(
             assert records.refresh(TIMEOUT_S)
     assert records.read() == {ID_A: {"mine": 1}}
     assert len([m for m in caplog.messages if m.startswith("ignoring the record")]) == 1
+
+
+def test_who_does_not_know_the_run_makes_no_record_and_prolongs_none(
+    dht: MemoryDHT, records: PeerRecords, caplog: pytest.LogCaptureFixture
+) -> None:
+    dht.plant(ID_B, pack_record({"a": 1}), run="another run")
+    assert records.refresh(TIMEOUT_S)
+    assert records.read() == {}
+    assert "was not sealed by a peer of this run" in caplog.text
+
+    dht.plant(ID_B, pack_record({"a": 1}))
+    assert records.refresh(TIMEOUT_S)
+    assert records.read() == {ID_B: {"a": 1}}
+    value, expires = dht.entries[ID_B]
+    dht.entries[ID_B] = ValueWithExpiration(value, expires + 60.0)
+    assert records.refresh(TIMEOUT_S)
+    assert records.read() == {}
 
 
 def test_records_that_claim_to_live_for_ever_are_ignored(dht: MemoryDHT, records: PeerRecords) -> None:

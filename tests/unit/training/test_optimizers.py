@@ -28,6 +28,23 @@ def test_a_rebuilt_optimizer_has_the_groups_and_settings_of_the_first(kind: Any)
     assert [p for group in again.param_groups for p in group["params"]] == hosts
 
 
+def test_a_rebuilt_optimizer_has_what_the_first_keeps_besides_its_groups() -> None:
+    class Clamped(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1, clamp: float = 10.0) -> None:
+            super().__init__(params, lr=lr)
+            self.clamp = clamp
+
+    first = Clamped(parameters(), clamp=0.5)
+    stepped: list[Any] = []
+    first.register_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer))
+    first.register_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
+    again = rebuilder(first)([{"params": parameters(), "lr": 0.2}])
+    again.step()
+    assert stepped == [again, again]
+    assert isinstance(again, Clamped)
+    assert (again.clamp, again.param_groups[0]["lr"]) == (0.5, 0.2)
+
+
 def test_an_optimizer_that_cannot_be_rebuilt_is_refused_with_the_fix() -> None:
     class Odd(torch.optim.SGD):
         def __init__(self, secret: int, model: list[torch.nn.Parameter]) -> None:

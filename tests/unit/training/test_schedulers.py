@@ -39,7 +39,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def taken(config: Config, *, goes_back: bool = False) -> SwarmSchedulers:
-    schedulers = SwarmSchedulers(lambda scheduler: scheduler.step(), goes_back=goes_back)
+    schedulers = SwarmSchedulers(lambda scheduler, epoch: scheduler.step(), goes_back=goes_back)
     schedulers.take_over([config])
     return schedulers
 
@@ -107,7 +107,7 @@ def test_no_more_steps_than_there_are_between_two_marks_are_repeated_to_go_back_
     optim.step()
     scheduler, calls = ExponentialLR(optim, gamma=0.99), 0
 
-    def step(scheduler: Any) -> None:
+    def step(scheduler: Any, epoch: int) -> None:
         nonlocal calls
         calls += 1
         scheduler.step()
@@ -241,7 +241,7 @@ def test_a_scheduler_that_is_made_or_kept_at_a_position_counts_from_there() -> N
     schedulers.resume(0)
     schedulers.advance(3)
     assert made_at_7.last_epoch == 10
-    again = SwarmSchedulers(lambda scheduler: scheduler.step())
+    again = SwarmSchedulers(lambda scheduler, epoch: scheduler.step())
     again.take_over([Config(made_at_7)], epoch=3)  # the second fit got the same object
     again.resume(3)
     assert made_at_7.last_epoch == 10
@@ -256,12 +256,21 @@ def test_a_scheduler_that_is_past_the_global_step_is_refused_with_the_fix() -> N
         schedulers.resume(10)
 
 
+def test_whoever_advances_a_scheduler_is_told_the_global_step_of_each_of_its_positions() -> None:
+    told: list[int] = []
+    schedulers = SwarmSchedulers(lambda scheduler, epoch: (told.append(epoch), scheduler.step()))
+    schedulers.take_over([Config(StepLR(optimizer(), 10), frequency=2)])
+    schedulers.resume(5)
+    schedulers.advance(9)
+    assert told == [2, 4, 6, 8]
+
+
 def test_chained_schedulers_tell_their_position_and_strange_ones_are_believed() -> None:
     optim = optimizer()
     optim.step()
     chained = ChainedScheduler([ExponentialLR(optim, gamma=0.5), StepLR(optim, 100)], optimizer=optim)
     calls: list[Any] = []
-    schedulers = SwarmSchedulers(calls.append)
+    schedulers = SwarmSchedulers(lambda scheduler, epoch: calls.append(scheduler))
     schedulers.take_over([Config(chained), Config(strange := SimpleNamespace(state_dict=dict))])
     schedulers.resume(4)
     assert calls == [chained] * 4
@@ -272,7 +281,7 @@ def test_chained_schedulers_tell_their_position_and_strange_ones_are_believed() 
 def test_two_threads_that_advance_to_one_epoch_advance_once() -> None:
     calls: list[str] = []
 
-    def step(_: Any) -> None:
+    def step(_: Any, epoch: int) -> None:
         calls.append(threading.current_thread().name)
         if len(calls) == 1:
             second.start()

@@ -66,6 +66,47 @@ def test_of_several_steps_in_a_row_each_has_its_own_global_step_in_hooks() -> No
     assert seen == [4, 5, 6]
 
 
+def test_a_scheduler_of_the_modules_own_way_sees_the_global_step_that_was_made() -> None:
+    """As in a plain Trainer: timm's go by it."""
+    session, trainer, model = make_session()
+    seen = list[int]()
+    model.lr_scheduler_step = lambda scheduler, metric: seen.append(trainer.global_step)
+    session._make_scheduler(trainer.optimizers[0])
+    session._schedulers.advance(1)
+    session._progress.follow(5, committed=False)
+    session._schedulers.advance(3)
+    assert seen == [1, 5, 5], "a global step was undone for a scheduler"
+
+
+def test_what_a_model_says_that_is_not_the_swarms_is_not_published() -> None:
+    """Lightning's sanity check comes before the first batch, with a model that has not taken the swarm's state yet."""
+    for arguments in ({}, {"auxiliary": True}):
+        session, *_ = make_session(**arguments)
+        engine, published = CountingEngine(epoch=0), list[tuple[str, float, int]]()
+        engine.swarm_mean = lambda *said: published.append(said) or 2.0  # type: ignore[attr-defined] # noqa: B023
+        session.engine = cast(Engine, engine)
+        assert session.swarm_mean("loss", 10.8, 64) == 10.8
+        assert not published
+        session.started = True
+        assert session.swarm_mean("loss", 10.8, 64) == 2.0
+        assert published == [("loss", 10.8, 0 if arguments else 64)]
+
+
+def test_a_helper_that_wants_to_stop_stops_alone() -> None:
+    """It has no parameters of the swarm by which it could say that the run is over."""
+    session, trainer, _ = make_session(auxiliary=True)
+    engine = CountingEngine(epoch=0)
+    engine.num_peers = 3
+    session.engine = cast(Engine, engine)
+    loop = trainer.fit_loop.epoch_loop
+    session.step(0)
+    trainer.should_stop = True
+    session.begin_batch()
+    session.step(0)
+    assert not engine.stop_wanted
+    assert loop.min_steps is None
+
+
 class CountingEngine:
     """An engine alone in its swarm, whose step does nothing."""
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import socket
 import threading
 import time
@@ -446,10 +447,25 @@ def test_a_connection_that_breaks_is_made_again(town: City) -> None:
     assert town.ledgers["first"].losses == town.ledgers["second"].losses == []
 
 
-def test_a_frame_that_is_too_large_closes_that_connection_only(town: City) -> None:
+def test_frames_that_are_too_large_close_that_connection_only_and_are_told_of_once(
+    town: City, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, third = town.settle("first"), town.settle("second"), town.settle("third")
+    warn, closed = second._warn, list[str]()
+
+    def counted(who: str, error: Exception) -> None:
+        warn(who, error)
+        closed.append(who)
+
+    monkeypatch.setattr(second, "_warn", counted)
     third.send("second", Header(kind=Kind.INPUT, chunk=1, length=2), (b"hi",))
-    first.send("second", Header(kind=Kind.INPUT, length=LARGEST + 1), (b"more is said than comes",))
+    deadline = time.monotonic() + WAIT_S
+    while len(closed) < 3:
+        first.send("second", Header(kind=Kind.INPUT, length=LARGEST + 1), (b"more is said than comes",))
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert set(closed) == {"first"}
+    assert caplog.text.count("a connection of first was closed") == 1
     wait_for(lambda: town.ledgers["second"].frames, "the third's frame")
     third.send("second", Header(kind=Kind.INPUT, chunk=2, length=2), (b"hi",))
     wait_for(lambda: len(town.ledgers["second"].frames) == 2, "the third's second frame")
@@ -893,8 +909,12 @@ def test_who_is_invited_when_there_are_no_threads_is_invited_again(town: City, m
     wait_for(lambda: any(frame[2] == b"hi" for frame in town.ledgers["client"].frames), "it dials, and is heard")
 
 
-def test_who_reads_no_answers_is_lost_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outlet_module, "MOST_WAITING", 100)
+@pytest.mark.parametrize("most", [{"MOST_WAITING": 100}, {"MOST_WAITING_BYTES": 100 * PIECE_BYTES}], ids=str)
+def test_who_reads_no_answers_is_lost_before_they_fill_the_memory(
+    most: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in most.items():
+        monkeypatch.setattr(outlet_module, name, value)
     town = City(secure=False)
     first, slow = town.settle("first"), Slow()
     town.ledgers["slow"] = slow
@@ -904,7 +924,9 @@ def test_who_reads_no_answers_is_lost_before_they_fill_the_memory(monkeypatch: p
     payload = bytes(PIECE_BYTES)
     for _ in range(200):
         first.send("slow", Header(kind=Kind.STATE, length=len(payload)), (payload,))
-    assert town.ledgers["first"].losses == [("slow", "100 messages wait for it")]
+    ((peer, reason),) = town.ledgers["first"].losses
+    assert peer == "slow"
+    assert re.fullmatch(r"10[12] messages wait for it, 26,\d{3},\d{3} bytes", reason), "perhaps a ping is among them"
     slow.may.set()
     town.close()
 

@@ -76,6 +76,32 @@ class CatchingUp:
             arguments.load_state_timeout,
         )
 
+    def heads(self, stands: Head) -> list[Head]:
+        """Where the others stand. Who joins a run with nothing but initial values (``stands``) waits for its founder.
+
+        That may take long to begin: it is announced before Lightning's sanity check.
+
+        Raises:
+            StateError: it did not begin within ``load_state_timeout``.
+        """
+        began = said = time.monotonic()
+        while True:
+            heads = [head for head in self._whereabouts.first_look() if head != Head.nowhere()]
+            joins = self._a.initial_peers and not self._a.auxiliary and not stands.epoch
+            if heads or not joins or not (founders := self._records.founders) or self._training.should_abort():
+                return heads
+            now, limit_s = time.monotonic(), self._a.load_state_timeout
+            if now - began > limit_s:
+                raise StateError(
+                    f"peer {min(founders)}, which founds run_id={self._a.run_id!r}, has not begun to train for"
+                    f" {limit_s:.0f} s (load_state_timeout). See what it does; nothing was changed here."
+                )
+            if now - said >= REPORT_S:
+                said = now
+                what = f"peer {min(founders)}, which founds the run, to begin"
+                self._events.emit(Waiting(what=what, elapsed_s=now - began, limit_s=limit_s))
+            time.sleep(PAUSE_S)
+
     def join(self, head: Head) -> None:
         """This peer has just started, and others stand at ``head``: what they are asked for is theirs.
 

@@ -132,8 +132,7 @@ class NativeEngine:
         assert whereabouts is not None
         self._stepper.begin()
         assert self._catching_up is not None
-        heads = [head for head in whereabouts.first_look() if head != Head.nowhere()]
-        best = max(heads, key=lambda one: (one.samples, one.epoch), default=None)
+        best = max(self._catching_up.heads(self._head), key=lambda one: (one.samples, one.epoch), default=None)
         if best is not None and (best.outweighs(self._head) or (self._a.initial_peers and self._head.epoch == 0)):
             self._catching_up.join(best)
         else:

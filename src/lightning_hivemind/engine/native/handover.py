@@ -19,7 +19,7 @@ from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Contribution, Head, PeerId
 from lightning_hivemind.engine.native.protocol.plan import Offer
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
-from lightning_hivemind.engine.native.spill import on_disk
+from lightning_hivemind.engine.native.spill import most_on_disk, on_disk
 from lightning_hivemind.engine.native.steps import Handed, Received, Step
 from lightning_hivemind.engine.native.trail import Decided
 from lightning_hivemind.errors import SwarmError
@@ -29,7 +29,6 @@ WAITING_BYTES = 1 << 30
 MOST_WAITING = 64
 #: of its line, for who has not done a batch yet, or fetches a state: it reduces where nobody else can
 HARDLY = 1e-6
-MOST_ON_DISK = 1000  # a peer that is further behind takes a whole state
 #: of this peer's own, with a state after each
 MOST_FAILURES = 3
 
@@ -351,7 +350,7 @@ class Handover:
         """In memory; or, while a state takes longer to come than so many steps, on disk."""
         waiting = len(self._steps)
         if waiting >= self._most_waiting:
-            spilled = on_disk(step.average) if step.average is not None and waiting < MOST_ON_DISK else None
+            spilled = on_disk(step.average) if step.average is not None and waiting < most_on_disk() else None
             if spilled is not None:
                 step = replace(step, average=spilled)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import resource
 import shutil
 import tempfile
 
@@ -15,10 +16,17 @@ from lightning_hivemind.platform import takes_memory
 
 log = logging.getLogger("lightning_hivemind")
 
+MOST_ON_DISK = 1000  # a peer that is further behind takes a whole state
 #: so much of the disk is left to others
 LEFT_BYTES = 2 << 30
 #: a folder for temporary files that is on a disk where the usual one is memory (systemd has /tmp so)
 ELSEWHERE = "/var/tmp"
+
+
+def most_on_disk() -> int:
+    """How many averages may wait there: each keeps a file open, of which others need some, too."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_ON_DISK if soft == resource.RLIM_INFINITY else min(MOST_ON_DISK, soft // 4)
 
 
 def on_disk(values: Tensor) -> Tensor | None:

@@ -339,7 +339,7 @@ class Stepper:
                 )
             part = average[start : start + (parameter.numel() if trained else 0)]
             start += part.numel()
-            if not trained or not next(reached) or not mine.requires_grad:  # (frozen during the fit)
+            if not trained or not next(reached):  # (where only this peer has frozen it, it moves as the others' does)
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
             part, gradient = part.view_as(parameter), parameter.grad

@@ -22,7 +22,7 @@ log = logging.getLogger("lightning_hivemind")
 
 #: between two looks at the records that are here anyway; until this peer has said where it stands
 LOOK_S, JOINS_S = 0.5, 0.02
-REFRESH_S, FIRST_LOOK_S, STOP_S = 3.0, 5.0, 1.0
+REFRESH_S, FIRST_LOOK_S, FIRST_LOOKS, STOP_S = 3.0, 5.0, 3, 1.0
 #: of addresses in a record, which is small
 MOST_ADDRESSES, MAX_ADDRESS = 6, 200
 
@@ -60,7 +60,8 @@ class Whereabouts:
         """Ask the DHT now; returns where the others stand."""
         addresses = [one for one in self._network.visible_addresses() if len(one) <= MAX_ADDRESS]
         self._records.publish(addresses=addresses[:MOST_ADDRESSES])
-        self._records.refresh(FIRST_LOOK_S)
+        if not any(self._records.refresh(FIRST_LOOK_S) for _ in range(FIRST_LOOKS)):
+            log.warning("the DHT has not answered for %.0f s: who trains is not known here", FIRST_LOOKS * FIRST_LOOK_S)
         return self._look()
 
     def start(self) -> None:

@@ -31,8 +31,8 @@ log = logging.getLogger("lightning_hivemind")
 
 #: bytes of chunks for one of a state: who takes a state must keep up with the rounds meanwhile, or take another one
 CHUNKS_SHARE = 3
-#: messages that wait for a peer that reads so slowly is lost: it is asked, or asks, for ever more
-MOST_WAITING = 1 << 14
+#: messages, or bytes of them, that wait for a peer that reads so slowly is lost: it is asked, or asks, for ever more
+MOST_WAITING, MOST_WAITING_BYTES = 1 << 14, 1 << 28
 #: a connection on which nothing is to be sent says so often that it lives
 PING_S = 0.5
 #: until the system of a peer whose process has ended has said so
@@ -57,7 +57,7 @@ class Outlet:
 
     def __init__(self, reach: Reach, lost: Callable[[Outlet, str], None], outlets: Callable[[], int]) -> None:
         self.peer, self.reach, self._lost = reach.peer, reach, lost
-        self._urgent: deque[Frame] = deque()
+        self._urgent, self._urgent_bytes = deque[Frame](), 0
         self._chunks: deque[Frame] = deque()
         self._ranges: deque[Frame] = deque()
         #: bytes of chunks that were sent while ranges waited, less what chunks may send for those of ranges
@@ -76,9 +76,11 @@ class Outlet:
         """Queue a frame. ``payload`` must not change until the round is over."""
         with self._changed:
             queue = self._queue_of(header)
-            if queue is not self._urgent:
-                if header in self._unsent:
-                    return
+            if queue is self._urgent:
+                self._urgent_bytes += header.length
+            elif header in self._unsent or (queue is self._ranges and len(queue) >= MOST_WAITING):
+                return
+            else:
                 self._unsent.add(header)
             if queue is self._ranges and not header.chunk:
                 queue.appendleft((header, payload))  # a long description
@@ -87,9 +89,10 @@ class Outlet:
             self._changed.notify()
             if queue is not self._urgent:
                 self._long.notify()
-            too_many = len(self._urgent) > MOST_WAITING and not self.reach.closed
+            count, size_bytes = len(self._urgent), self._urgent_bytes
+            too_many = (count > MOST_WAITING or size_bytes > MOST_WAITING_BYTES) and not self.reach.closed
         if too_many:
-            self._lost(self, f"{MOST_WAITING} messages wait for it")
+            self._lost(self, f"{count} messages wait for it, {size_bytes:,} bytes")
 
     def probe(self) -> None:
         """Find out whether the other end lives. Blocks for a moment."""
@@ -202,7 +205,9 @@ class Outlet:
             self._unsent.discard(sent)
             if not (self._urgent or self._chunks or self._ranges or self.reach.closed):
                 self._changed.wait(PING_S)
-            queue = self._urgent or self._in_turn()
+            if self._urgent:
+                return self._pop()
+            queue = self._in_turn()
             return queue.popleft() if queue else PING
 
     def _next_long(self, sent: Header | None) -> Frame:
@@ -232,7 +237,12 @@ class Outlet:
         """One that may go between two pieces, because it is no more than one itself."""
         with self._changed:
             fits = self._urgent and self._urgent[0][0].length <= PIECE_BYTES
-            return self._urgent.popleft() if fits else None
+            return self._pop() if fits else None
+
+    def _pop(self) -> Frame:
+        frame = self._urgent.popleft()
+        self._urgent_bytes -= frame[0].length
+        return frame
 
     def _sent(self, header: Header | None) -> None:
         with self._changed:
