@@ -357,7 +357,7 @@ def test_ctrl_c_while_a_network_leaves_leaves_nothing_behind(
     first = bench.network(identity_path=path)
     first.start()
     assert first.sockets is not None
-    folder, started = first.sockets.path, [*first.sockets.daemon_pids(), first.dht.pid]
+    peer_id, folder, started = first.peer_id, first.sockets.path, [*first.sockets.daemon_pids(), first.dht.pid]
     monkeypatch.setattr(daemon, "_stop", interrupted)
     with pytest.raises(KeyboardInterrupt):
         first.shutdown()
@@ -369,7 +369,7 @@ def test_ctrl_c_while_a_network_leaves_leaves_nothing_behind(
         time.sleep(0.05)
     again = bench.network(identity_path=path)
     again.start()
-    assert again.peer_id == first.peer_id
+    assert again.peer_id == peer_id
 
 
 @pytest.mark.parametrize("joins", [False, True], ids=["first", "told to join itself"])
