@@ -186,8 +186,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     # ------------------------------------------------------------------ trainer.fit(...): every batch
 
-    def begin_batch(self, batch: Any) -> None:
-        """Before all hooks of the batch that comes now: count its samples, and make the steps that wait."""
+    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the samples of the batch that comes now."""
         session = self._running()
         self._drop_left_out()
         self._batch_samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)

@@ -91,7 +91,10 @@ class Trainer:
             rebuild_optimizer=rebuilder(self.plain) if self.arguments.recreates_optimizer else None,
             should_abort=self._looks,
         )
-        network: Any = SimpleNamespace(peer_id=name, dht=name, is_alive=lambda: True, visible_addresses=list)
+        joins = bool(self.arguments.initial_peers)
+        network: Any = SimpleNamespace(
+            peer_id=name, dht=name, joins=joins, is_alive=lambda: True, visible_addresses=list
+        )
         self.waited, self.patience, self.aborted = 0, 3, False
         self.impatient: Callable[[], None] = lambda: None
         self.engine = NativeEngine(self.arguments, network, training, bus)

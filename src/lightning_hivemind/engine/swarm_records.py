@@ -42,6 +42,7 @@ class SwarmRecords:
         outside: tuple[str, str] = ("", ""),
     ) -> None:
         self._a, self._schema, self._way, self._peer_id = arguments, list(schema), way, network.peer_id
+        self._joins = network.joins
         self._outside = outside
         self._records = PeerRecords(network.dht, arguments.run_id, network.peer_id)
         self._metrics: dict[str, list[float]] = {}
@@ -53,7 +54,7 @@ class SwarmRecords:
             SchemaMismatchError: another peer trains another model, has another target, or averages otherwise.
         """
         mine, (name, print_) = self._own_schema(), self._outside
-        role = "auxiliary" if self._a.auxiliary else "trainer" if self._a.initial_peers else "founder"
+        role = "auxiliary" if self._a.auxiliary else "trainer" if self._joins else "founder"
         self._records.publish(schema=mine, role=role, outside=print_ or None)
         self._records.refresh(LOOK_S)
         for peer, record in self._others().items():
@@ -99,18 +100,22 @@ class SwarmRecords:
     def mean(self, name: str, value: float, samples: int) -> float:
         """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples.
 
+        Without samples it is not published, and returned where there is no other one.
+
         Raises:
             ArgumentError: too many names, or too long a one. What was published before stays.
         """
-        metrics = {**self._metrics, name: [float(value), float(samples)]}
+        own = [(float(value), float(samples))] if samples > 0 else []
+        metrics = {**self._metrics, **({name: list(own[0])} if own else {})}
         if len(name.encode()) > MAX_NAME_BYTES or len(metrics) > MAX_METRICS:
             raise ArgumentError(
                 f"swarm_mean(name={name!r}): at most {MAX_METRICS} names of at most {MAX_NAME_BYTES} bytes, because"
                 " every peer keeps them in one small record. Use fewer, or shorter ones."
             )
-        self._records.publish(metrics=metrics)
-        self._metrics = metrics
-        pairs = [(float(value), float(samples))]
+        if own:
+            self._records.publish(metrics=metrics)
+            self._metrics = metrics
+        pairs = own
         for record in self._others().values():
             pairs.extend(_metric(record, name))
         weight = sum(samples for _, samples in pairs)

@@ -125,6 +125,8 @@ class PeerNetwork:
         self._dht: PeerDHT | None = None
         self._sockets: SocketDirectory | None = None
         self._peer_id: str | None = None
+        #: somebody else, that is; else it is the first peer. Known once it is started
+        self.joins = bool(settings.initial_peers)
         self._daemon_pid: int | None = None
         self._identity = IdentityLock(settings.identity_path)
 
@@ -145,6 +147,7 @@ class PeerNetwork:
         began = time.monotonic()
         check_identity(self.settings.identity_path)
         peers = without_self(self.settings.initial_peers, self.settings.identity_path)
+        self.joins = bool(peers)
         await_free(self.settings.host_maddrs or (), LEAVE_S)
         start_shared_memory()
         survive_late_answers()

@@ -1,4 +1,4 @@
-"""The engine acts before any other callback or hook: what these read in the model does not change under them."""
+"""Before any other callback or hook may put something else into the model (averaged weights), the engine is told."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ class FirstToKnow:
 
     Args:
         package: whose Trainer it is.
-        batch: called with each batch of training before it begins.
         tell: called before each validation, and when training has ended.
     """
 
-    def __init__(self, trainer: Any, package: str, batch: Callable[[Any], None], tell: Callable[[], None]) -> None:
-        def begins(self: Any, trainer: Any, module: Any, one: Any, batch_idx: int) -> None:
-            batch(one)
-
+    def __init__(self, trainer: Any, package: str, tell: Callable[[], None]) -> None:
         def told(self: Any, trainer: Any, module: Any) -> None:
             tell()
 
         base = lightning_module(package, "callbacks").Callback
         self._trainer = trainer
-        hooks = {"on_train_batch_start": begins, "on_validation_start": told, "on_train_end": told}
-        self._callback = type("SwarmFirstToKnow", (base,), hooks)()
+        self._callback = type("SwarmFirstToKnow", (base,), {"on_validation_start": told, "on_train_end": told})()
         trainer.callbacks.insert(0, self._callback)
 
     def remove(self) -> None:

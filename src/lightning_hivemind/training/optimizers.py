@@ -10,7 +10,7 @@ import torch
 
 from lightning_hivemind.errors import ArgumentError
 
-PLAIN = bool, int, float, str, tuple, type(None)
+PLAIN = bool, int, float, str, type(None)
 HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
@@ -18,7 +18,7 @@ def rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[Mapping[st
     """``callable(param_groups)`` that makes an optimizer of the same kind with the same settings.
 
     The groups carry all their settings; what a constructor demands besides is taken from ``optimizer.defaults``, and
-    settings that it keeps as attributes from ``optimizer``, as are its hooks.
+    arguments that it keeps as attributes from ``optimizer``, as are the hooks of its steps.
     """
     kind, defaults = type(optimizer), dict(optimizer.defaults)
 
@@ -34,10 +34,11 @@ def rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[Mapping[st
                 " or use offload_optimizer=False without delays."
             ) from error
         for name, value in vars(optimizer).items():
-            if isinstance(value, PLAIN) and not name.startswith("_"):
+            if name in accepted and isinstance(value, PLAIN):
                 setattr(new, name, value)
         for hooks in HOOKS:
-            getattr(new, hooks).update(getattr(optimizer, hooks))
+            if not getattr(new, hooks):  # (else its constructor has made its own)
+                getattr(new, hooks).update(getattr(optimizer, hooks))
         return new
 
     return rebuild

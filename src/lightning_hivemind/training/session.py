@@ -100,9 +100,7 @@ class TrainingSession:
         if self._zero_grad is not None:
             self._zero_grad.disable()
         self._progress.attach()
-        self._first = FirstToKnow(
-            self._trainer, self._strategy.package, self._strategy.begin_batch, self.before_validation
-        )
+        self._first = FirstToKnow(self._trainer, self._strategy.package, self.before_validation)
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step)
 
@@ -143,7 +141,7 @@ class TrainingSession:
         self.engine.request_stop(reason)
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:
-        """See the strategy's. What a model says that is not the swarm's is not published."""
+        """See the strategy's. What a model says that is not the swarm's does not count."""
         if not self.started:  # Lightning's sanity check: nothing was trained, and no state taken
             return value
         return self.engine.swarm_mean(name, value, 0 if self.auxiliary else samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -57,9 +58,15 @@ class Peers:
         self._made: list[SwarmRecords] = []
 
     def make(
-        self, schema: list[str], *, target: int = 32, way: str = "engine hivemind", outside: str = ""
+        self,
+        schema: list[str],
+        *,
+        target: int = 32,
+        way: str = "engine hivemind",
+        outside: str = "",
+        joins: bool = False,
     ) -> SwarmRecords:
-        network: Any = SimpleNamespace(dht=self.dht, peer_id=IDS[len(self._made) % len(IDS)])
+        network: Any = SimpleNamespace(dht=self.dht, peer_id=IDS[len(self._made) % len(IDS)], joins=joins)
         arguments = Arguments.create(target, run_id="run", environ={})
         self._made.append(SwarmRecords(arguments, network, schema, way, ("teacher.weight", outside)))
         return self._made[-1]
@@ -186,3 +193,23 @@ def test_the_mean_over_peers_is_weighted_by_samples(peers: Peers) -> None:
     assert first._records.refresh(10.0)
     assert second._records.refresh(10.0)
     assert second.mean("loss", 5.0, 10) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("value", [7.0, math.nan])
+def test_what_is_of_no_samples_is_not_published_and_does_not_count(peers: Peers, value: float) -> None:
+    first, helper = peers.make(["a (3,)"]), peers.make(["a (3,)"])
+    assert helper.mean("loss", 7.0, 0) == 7.0, "there is no other"
+    first.mean("loss", 1.0, 30)
+    assert first._records.refresh(10.0)
+    assert helper._records.refresh(10.0)
+    assert helper.mean("loss", value, 0) == 1.0
+    assert first._records.refresh(10.0)
+    assert "metrics" not in first._others().get(IDS[1], {})
+
+
+def test_who_joined_nobody_founds_the_run(peers: Peers) -> None:
+    founder, joiner = peers.make(["a (3,)"]), peers.make(["a (3,)"], joins=True)
+    for one in (founder, joiner, founder):
+        one.check_schema()
+    assert joiner.founders == {IDS[0]}
+    assert founder.founders == set()

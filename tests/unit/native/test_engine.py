@@ -54,6 +54,20 @@ def test_who_joins_a_run_waits_for_its_founder_to_begin(monkeypatch: pytest.Monk
         one.engine.shutdown(5.0)
 
 
+def test_who_is_stopped_while_it_waits_for_the_founder_is_not_found_by_others_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would take its initial values."""
+    connected(monkeypatch)
+    founder, joiner = Trainer("founder", begins=False), Trainer("joiner", begins=False, initial_peers=[FOUNDER])
+    joiner.aborted = True
+    joiner.engine.synchronise()
+    assert joiner.engine._whereabouts is not None
+    assert "place" not in joiner.engine._whereabouts._records.read()["joiner"]
+    for one in (joiner, founder):
+        one.engine.shutdown(5.0)
+
+
 def test_a_founder_that_does_not_begin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     connected(monkeypatch)
     founder = Trainer("founder", begins=False)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.gradients import Gradients
+from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.means import Mean
 from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Contribution
 from lightning_hivemind.engine.native.seam import Parcel
@@ -128,6 +129,35 @@ def test_what_was_left_out_of_a_parameter_is_something_of_it(gradients: Gradient
     _, values, marks = marked(gradients)
     assert values.tolist() == [0.0] * 9 + [0.25]
     assert marks == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("way", ["beside", "in place", "low rank", "top-k"])
+def test_what_is_frozen_during_the_fit_is_something_once_more_at_most(way: str) -> None:
+    """Where nobody trains it any more a zero gradient would let weight decay and momentum move it."""
+    trained = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
+    rank = LowRank([(2, 3), (4,)], [2], rank=1, min_compression_ratio=-9.0) if way == "low rank" else None
+    gradients = Gradients("me", trained, Statistics([]), max_staleness=1, in_place=way == "in place", low_rank=rank)
+
+    def marks(epoch: int, *reached: Tensor) -> list[float]:
+        if rank is not None:
+            rank.begin(epoch)
+        for parameter in trained if way != "in place" else ():
+            parameter.grad = None
+        torch.autograd.backward(sum((one.sum() for one in reached), torch.zeros(())))
+        gradients.add(4, epoch)
+        found = gradients.give()
+        assert found is not None
+        left = torch.cat((torch.ones(10), torch.zeros(2))) if way == "top-k" else None
+        gradients.committed([found[0]], epoch + 1, left)
+        return found[1][-2:].tolist()
+
+    first, last = trained
+    assert marks(0, first, last) == [1.0, 1.0]
+    first.requires_grad_(False)
+    assert marks(1, last) == [0.0, 1.0]
+    assert marks(2, last) == [0.0, 1.0]
+    first.requires_grad_(True)
+    assert marks(3, first, last) == [1.0, 1.0]
 
 
 def test_nothing_gathered_is_nothing_given(gradients: Gradients) -> None:

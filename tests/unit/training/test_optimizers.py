@@ -32,17 +32,22 @@ def test_a_rebuilt_optimizer_has_what_the_first_keeps_besides_its_groups() -> No
     class Clamped(torch.optim.SGD):
         def __init__(self, params: Any, lr: float = 0.1, clamp: float = 10.0) -> None:
             super().__init__(params, lr=lr)
-            self.clamp = clamp
+            self.clamp, self.made_of = clamp, self
+            self.register_step_pre_hook(self.count)
+            self.counted = 0
+
+        def count(self, *_: Any) -> None:
+            self.counted += 1
 
     first = Clamped(parameters(), clamp=0.5)
     stepped: list[Any] = []
-    first.register_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer))
     first.register_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
     again = rebuilder(first)([{"params": parameters(), "lr": 0.2}])
     again.step()
-    assert stepped == [again, again]
+    assert stepped == [again]
+    assert first.counted == 0
     assert isinstance(again, Clamped)
-    assert (again.clamp, again.param_groups[0]["lr"]) == (0.5, 0.2)
+    assert (again.clamp, again.param_groups[0]["lr"], again.made_of, again.counted) == (0.5, 0.2, again, 1)
 
 
 def test_an_optimizer_that_cannot_be_rebuilt_is_refused_with_the_fix() -> None:

@@ -92,6 +92,21 @@ def test_what_a_model_says_that_is_not_the_swarms_is_not_published() -> None:
         assert published == [("loss", 10.8, 0 if arguments else 64)]
 
 
+def test_a_helper_gives_its_trainer_back_what_it_left_away() -> None:
+    session, trainer, _ = make_session(auxiliary=True)
+    stops = pl.callbacks.EarlyStopping("val_loss")
+    trainer.callbacks.append(stops)
+    before = [*trainer.callbacks], trainer.limit_val_batches
+    with pytest.raises(AttributeError):
+        session.start(cast(Any, None))  # there is no network
+    assert stops not in trainer.callbacks
+    assert trainer.limit_val_batches == 0
+    for _ in range(2):
+        session.close(1.0)
+        assert (set(trainer.callbacks), trainer.limit_val_batches) == (set(before[0]), before[1])
+        assert len(trainer.callbacks) == len(before[0])
+
+
 def test_a_helper_that_wants_to_stop_stops_alone() -> None:
     """It has no parameters of the swarm by which it could say that the run is over."""
     session, trainer, _ = make_session(auxiliary=True)

@@ -137,7 +137,8 @@ class NativeEngine:
             self._catching_up.join(best)
         else:
             parts.driver.adopt(self._head)
-        whereabouts.start()
+        if not self._training.should_abort():  # (whoever waits for the founder would come to this peer)
+            whereabouts.start()
         self._between_batches(wait=False)  # who follows owes a state
         parts.downloads.memory.release()
         self._reports.peers(self.num_peers)

@@ -22,7 +22,7 @@ from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES, Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates
+from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, trained_now
 
 
 class Gradients:
@@ -341,7 +341,7 @@ class Gradients:
             raise
         if self._low_rank is not None and values is not None:
             marks = values[values.numel() - self.marks :]
-            marks.copy_(torch.maximum(self._ever, marks, out=self._ever))
+            marks.copy_(torch.maximum(self._ever.mul_(trained_now(self.parameters)), marks, out=self._ever))
             values = self._low_rank.pack(values, self._number, samples, self._head_epoch)
         if values is None:
             return None

@@ -38,7 +38,7 @@ class LeftOut:
             return values
         found = torch.add(values, self._values, alpha=1 / samples, out=self._memory.floats(values.numel()))
         marks = found[found.numel() - len(self._marked) :]
-        for mark, part in zip(marks, views(self._values, self._marked), strict=True):
-            if not mark and part.any():
+        for mark, part, parameter in zip(marks, views(self._values, self._marked), self._marked, strict=True):
+            if not mark and parameter.requires_grad and part.any():  # (else it is frozen, and stands still)
                 mark.fill_(1.0)
         return found

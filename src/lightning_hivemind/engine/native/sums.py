@@ -142,7 +142,7 @@ class InPlaceSum:
                 part.zero_()
             elif factor != 1.0:
                 part.mul_(factor)
-        reached = [parameter.grad is not None for parameter in self._parameters]
+        reached = [one.grad is not None and (one.requires_grad or bool(part.any())) for part, one in parts]
         found[self._whole - len(reached) :] = torch.tensor(reached, dtype=torch.float32, device="cpu")
         self.clear()
         return found
@@ -212,6 +212,11 @@ def dense(parameter: Tensor) -> Tensor | None:
     """Its gradient, also where an embedding made it sparse."""
     gradient = parameter.grad
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+
+
+def trained_now(parameters: Sequence[Tensor]) -> Tensor:
+    """1.0 for each that may have a gradient, 0.0 for one that was frozen during the fit: float32 CPU."""
+    return torch.tensor([one.requires_grad for one in parameters], dtype=torch.float32, device="cpu")
 
 
 def views(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
