@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.errors import ArgumentError, kind_of
 from lightning_hivemind.network.addresses import normalise_initial_peers
 
 Check = Callable[[str, Any], Any]
@@ -49,14 +49,14 @@ def optional(check: Check) -> Check:
 def flag(name: str, value: object) -> bool:
     """``True`` or ``False``; 0, 1 and texts are refused."""
     if not isinstance(value, bool):
-        raise refusal(name, value, f"a {type(value).__name__} is not a truth value", "give True or False")
+        raise refusal(name, value, f"{kind_of(value)} is not a truth value", "give True or False")
     return value
 
 
 def whole_number(name: str, value: object) -> int:
     """At least 1; ``True`` is not a number here."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise refusal(name, value, f"a {type(value).__name__} is not a whole number", "give an int, 1 or more")
+        raise refusal(name, value, f"{kind_of(value)} is not a whole number", "give an int, 1 or more")
     if value < 1:
         raise refusal(name, value, "is below 1", "give an int, 1 or more")
     if int(value) > MOST_WHOLE:
@@ -67,7 +67,7 @@ def whole_number(name: str, value: object) -> int:
 def positive(name: str, value: object) -> float:
     """A finite number above 0 and not above :data:`MOST`: seconds, mostly."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise refusal(name, value, f"a {type(value).__name__} is not a number", "give a number above 0")
+        raise refusal(name, value, f"{kind_of(value)} is not a number", "give a number above 0")
     try:
         number = float(value)
     except OverflowError:
@@ -102,7 +102,7 @@ def run_name(name: str, value: object) -> str:
     """A name that may be part of a DHT key."""
     fix = f"give a name of 1 to {RUN_ID_MAX_CHARS} characters without '.' and white space, such as 'my_run_1'"
     if not isinstance(value, str):
-        raise refusal(name, value, f"a {type(value).__name__} is not text", fix)
+        raise refusal(name, value, f"{kind_of(value)} is not text", fix)
     if not value or len(value) > RUN_ID_MAX_CHARS:
         raise refusal(name, value, f"has {len(value)} characters", fix)
     if "." in value:
@@ -117,7 +117,7 @@ def run_name(name: str, value: object) -> str:
 def file_path(name: str, value: object) -> str:
     """Path of a file that may not exist yet; ``~`` is expanded."""
     if not isinstance(value, (str, os.PathLike)):
-        raise refusal(name, value, f"a {type(value).__name__} is not a path", "give the path of a file")
+        raise refusal(name, value, f"{kind_of(value)} is not a path", "give the path of a file")
     path = os.path.expanduser(os.fsdecode(value))
     if not path or os.path.isdir(path):
         raise refusal(name, value, "is not the path of a file", "give the path of a file, existing or new")
@@ -131,7 +131,7 @@ def texts(name: str, value: object) -> tuple[str, ...]:
     items = tuple(value)
     for item in items:
         if not isinstance(item, str):
-            raise refusal(name, value, f"contains {item!r}, a {type(item).__name__}", "give a list of texts")
+            raise refusal(name, value, f"contains {item!r}, {kind_of(item)}", "give a list of texts")
     return items
 
 
@@ -139,7 +139,7 @@ def addresses(name: str, value: object) -> tuple[str, ...]:
     """Multiaddresses as texts: a comma-separated text, or a list of texts or of objects that print as one."""
     if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)):
         fix = "give a list of multiaddresses, or one text with commas between them"
-        raise refusal(name, value, f"a {type(value).__name__} is not a list of addresses", fix)
+        raise refusal(name, value, f"{kind_of(value)} is not a list of addresses", fix)
     return normalise_initial_peers(value)
 
 
@@ -150,7 +150,7 @@ def tensors(name: str, value: object) -> tuple[torch.Tensor, ...]:
     items = tuple(value)
     for item in items:
         if not isinstance(item, torch.Tensor):
-            raise refusal(name, value, f"contains a {type(item).__name__}", "give tensors only")
+            raise refusal(name, value, f"contains {kind_of(item)}", "give tensors only")
     return items
 
 
@@ -165,7 +165,7 @@ def factory(name: str, value: object) -> Callable[..., Any]:
     """Anything that can be called."""
     if not callable(value):
         fix = "give a callable, such as functools.partial(PowerSGDGradientAverager, averager_rank=32)"
-        raise refusal(name, value, f"a {type(value).__name__} cannot be called", fix)
+        raise refusal(name, value, f"{kind_of(value)} cannot be called", fix)
     return value
 
 
@@ -179,7 +179,7 @@ def scheduler(name: str, value: object) -> LRScheduler | Callable[..., Any]:
         raise refusal(name, value, "ReduceLROnPlateau has no metric here that is equal on all peers", fix)
     if not callable(value) and not isinstance(value, LRScheduler):
         fix = "give callable(optimizer) -> LRScheduler, such as functools.partial(ExponentialLR, gamma=0.99)"
-        raise refusal(name, value, f"a {type(value).__name__} is no scheduler and cannot make one", fix)
+        raise refusal(name, value, f"{kind_of(value)} is no scheduler and cannot make one", fix)
     return value
 
 
@@ -197,7 +197,7 @@ def options(legal: frozenset[str], owned: Mapping[str, str]) -> Check:
         if value is None:
             return MappingProxyType({})
         if not isinstance(value, Mapping):
-            raise refusal(name, value, f"a {type(value).__name__} is not a dict", "give a dict of keywords")
+            raise refusal(name, value, f"{kind_of(value)} is not a dict", "give a dict of keywords")
         for key in value:
             if key in owned:
                 raise refusal(name, dict(value), f"{key!r} is set by the strategy", owned[key])

@@ -82,3 +82,9 @@ class NonFiniteGradientsError(SwarmError):
 
 class EngineStuckError(SwarmError):
     """A call into the engine did not return within its deadline, and cancelling it did not help."""
+
+
+def kind_of(value: object) -> str:
+    """For a message: "a str", "an int"."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"

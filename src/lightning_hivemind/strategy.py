@@ -64,6 +64,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     global_rank = 0
     local_rank = 0
     node_rank = 0
+    #: set by Lightning to what the Trainer was given
+    num_nodes = 1
     world_size = 1
 
     def __init__(

@@ -13,7 +13,7 @@ from lightning_hivemind.codecs.blockwise import BlockwiseQuantization
 from lightning_hivemind.codecs.floating import Float16Compression, ScaledFloat16Compression
 from lightning_hivemind.codecs.quantile import Quantile8BitQuantization
 from lightning_hivemind.codecs.uniform import Uniform8BitQuantization
-from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.errors import ArgumentError, kind_of
 
 _OURS: dict[type, type] = {
     stock.Float16Compression: Float16Compression,
@@ -48,7 +48,7 @@ def map_codec(obj: Any, name: str = "compression") -> stock.CompressionBase:
         raise ArgumentError(f"{name}={obj.__name__}: is a class, not a codec; add (): {obj.__name__}()")
     if not isinstance(obj, stock.CompressionBase):
         raise ArgumentError(
-            f"{name}={obj!r}: a {type(obj).__name__} is not a codec; give one, such as "
+            f"{name}={obj!r}: {kind_of(obj)} is not a codec; give one, such as "
             "lightning_hivemind.codecs.Float16Compression()"
         )
     if isinstance(obj, stock.SizeAdaptiveCompression):

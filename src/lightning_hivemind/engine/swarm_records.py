@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_hivemind.arguments import Arguments
@@ -97,10 +97,11 @@ class SwarmRecords:
         """Ids of other live peers that train."""
         return self.peers - set(self.auxiliaries)
 
-    def mean(self, name: str, value: float, samples: int) -> float:
+    def mean(self, name: str, value: float, samples: int, alive: Collection[str] | None = None) -> float:
         """Publish ``value`` and return the mean of every live peer's latest one, weighted by samples.
 
-        Without samples it is not published, and returned where there is no other one.
+        Without samples it is not published, and returned where there is no other one. ``alive``: other peers that live,
+        where that is known better than by records, which stay for half a minute.
 
         Raises:
             ArgumentError: too many names, or too long a one. What was published before stays.
@@ -116,8 +117,9 @@ class SwarmRecords:
             self._records.publish(metrics=metrics)
             self._metrics = metrics
         pairs = own
-        for record in self._others().values():
-            pairs.extend(_metric(record, name))
+        for peer, record in self._others().items():
+            if alive is None or peer in alive:
+                pairs.extend(_metric(record, name))
         weight = sum(samples for _, samples in pairs)
         return sum(v * s for v, s in pairs) / weight if weight > 0 else float(value)
 

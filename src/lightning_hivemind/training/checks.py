@@ -15,7 +15,7 @@ from lightning_hivemind.training.schedulers import refuse_plateau
 def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
     """Raises ArgumentError, with the fix, for settings of the Trainer or module that cannot work in a swarm."""
     _check_accumulation(trainer)
-    _check_devices(strategy)
+    _check_devices(strategy, trainer)
     _check_callbacks(trainer)
     _check_optimizers(arguments, strategy, trainer)
     _check_extra_tensors(arguments, strategy)
@@ -55,7 +55,12 @@ def _check_callbacks(trainer: Any) -> None:
         )
 
 
-def _check_devices(strategy: Any) -> None:
+def _check_devices(strategy: Any, trainer: Any) -> None:
+    if trainer.num_nodes > 1:
+        raise ArgumentError(
+            f"Trainer(num_nodes={trainer.num_nodes}): a peer is one machine, and peers find one another by"
+            " initial_peers. Leave num_nodes away, and start the script on each machine."
+        )
     devices = strategy.parallel_devices or []
     if len(devices) > 1:
         raise ArgumentError(

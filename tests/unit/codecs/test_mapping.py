@@ -106,9 +106,9 @@ def test_mapping_leaves_the_given_object_alone() -> None:
             stock.SizeAdaptiveCompression(threshold=1, less=stock.NoCompression(), greater_equal=stock.NoCompression),
             r"grad_compression.greater_equal=NoCompression: is a class, not a codec; add \(\): NoCompression\(\)",
         ),
-        (stock.RoleAdaptiveCompression(gradient=8), r"grad_compression.gradient=8: a int is not a codec"),
-        (stock.PerTensorCompression({"w": 8}), r"grad_compression\['w'\]=8: a int is not a codec"),
-        (stock.PerTensorCompression([8]), r"grad_compression\[0\]=8: a int is not a codec"),
+        (stock.RoleAdaptiveCompression(gradient=8), r"grad_compression.gradient=8: an int is not a codec"),
+        (stock.PerTensorCompression({"w": 8}), r"grad_compression\['w'\]=8: an int is not a codec"),
+        (stock.PerTensorCompression([8]), r"grad_compression\[0\]=8: an int is not a codec"),
     ],
 )
 def test_what_is_no_codec_is_refused_with_the_place(wrong: object, message: str) -> None:

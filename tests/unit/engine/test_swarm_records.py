@@ -207,6 +207,16 @@ def test_what_is_of_no_samples_is_not_published_and_does_not_count(peers: Peers,
     assert "metrics" not in first._others().get(IDS[1], {})
 
 
+def test_who_is_known_to_be_dead_counts_no_more(peers: Peers) -> None:
+    """Its record stays for half a minute."""
+    first, second = peers.make(["a (3,)"]), peers.make(["a (3,)"])
+    second.mean("loss", 5.0, 10)
+    assert second._records.refresh(10.0)
+    assert first._records.refresh(10.0)
+    assert first.mean("loss", 1.0, 30, alive={IDS[1]}) == pytest.approx(2.0)
+    assert first.mean("loss", 1.0, 30, alive=set()) == 1.0
+
+
 def test_who_joined_nobody_founds_the_run(peers: Peers) -> None:
     founder, joiner = peers.make(["a (3,)"]), peers.make(["a (3,)"], joins=True)
     for one in (founder, joiner, founder):

@@ -24,13 +24,16 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def check(precision: str, model: Model | None = None, callbacks: Any = (), **arguments: Any) -> None:
+def check(
+    precision: str, model: Model | None = None, callbacks: Any = (), num_nodes: int = 1, **arguments: Any
+) -> None:
     strategy: Any = HivemindStrategy(target_batch_size=8, initial_peers=[], **arguments)
     trainer = pl.Trainer(
         strategy=strategy,
         precision=precision,  # type: ignore[arg-type]
         accelerator="cpu",
         devices=1,
+        num_nodes=num_nodes,
         logger=False,
         enable_checkpointing=False,
         callbacks=list(callbacks),
@@ -146,3 +149,8 @@ def test_extra_tensors_on_a_device_exclude_a_host_optimizer() -> None:
     with pytest.raises(ArgumentError, match=r"extra_tensors on meta.*offload_optimizer"):
         check("32-true", extra_tensors=[there], offload_optimizer=True)
     check("32-true", extra_tensors=[there])
+
+
+def test_several_nodes_are_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(ArgumentError, match="Leave num_nodes away, and start the script on each machine"):
+        check("32-true", num_nodes=2)

@@ -334,6 +334,11 @@ class NativeEngine:
 
     # ------------------------------------------------------------------ the swarm
 
+    def _others(self) -> set[str]:
+        """Who lives, whether or not it can be reached from here."""
+        status = self._parts.driver.status if self._parts is not None else None
+        return set() if status is None else {*status.living, *status.cut}
+
     def request_stop(self, reason: str) -> None:
         if self._stop_epoch is None and self.num_peers == 1:
             self._agree_to_stop(self.epoch, by_this_peer=True)
@@ -347,7 +352,9 @@ class NativeEngine:
             self._events.emit(StopRequested(epoch=epoch, by_this_peer=mine))
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:
-        return value if self._records is None else self._records.mean(name, value, samples)
+        if self._records is None:
+            return value
+        return self._records.mean(name, value, samples, alive=self._others())
 
     # ------------------------------------------------------------------ what one may ask
 
@@ -357,10 +364,7 @@ class NativeEngine:
 
     @property
     def num_peers(self) -> int:
-        if self._parts is None:
-            return 1
-        status = self._parts.driver.status
-        return 1 + len(status.living) + len(status.cut)
+        return 1 + len(self._others())
 
     @property
     def local_samples(self) -> int:
