@@ -243,9 +243,10 @@ class PeerNetwork:
                     output = sockets.daemon_output(diagnosis.LINES)
                     raise diagnosis.explain(error, self.settings, peers, output) from error
                 left_s = self.settings.startup_timeout - (time.monotonic() - began)
+                log.debug("none of initial_peers answered: %s", error)
                 if pause_s is None or left_s < pause_s:
-                    raise JoinError(diagnosis.describe_unreachable(peers, self.settings)) from error
-                log.info("none of initial_peers answered (%s); trying again in %.0f s", error, pause_s)
+                    raise JoinError(diagnosis.describe_unreachable(peers, self.settings)) from None  # it says all
+                log.info("none of initial_peers answered; trying again in %.0f s", pause_s)
                 time.sleep(pause_s)
 
     def _await_ready(self, dht: PeerDHT, sockets: SocketDirectory, peers: tuple[str, ...], began: float) -> None:
