@@ -12,19 +12,19 @@ from typing import Any
 
 
 def note_rounds(path: Path) -> None:
-    """Let this process's native engine write a line whenever a round begins.
+    """Let this process's native engine write a line whenever a step is decided.
 
-    It says whether this peer coordinates it, and how many messages it has sent and received so far, and their bytes
-    (with the headers of their frames).
+    It says whether this peer coordinated its round, and how many messages it has sent and received so far, and their
+    bytes (with the headers of their frames).
     """
     from lightning_hivemind.engine.native.driver import Driver
-    from lightning_hivemind.engine.native.protocol.actions import Begun, Send
+    from lightning_hivemind.engine.native.protocol.actions import Apply, Begun, Send
     from lightning_hivemind.engine.native.wire.encoding import encode
     from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Kind
 
     do, arrived = Driver._do, Driver.arrived
     lock, counted = threading.Lock(), {"messages": 0, "bytes": 0}  # each connection is read by a thread of its own
-    begun = None
+    led = False
 
     def count(size_bytes: int) -> None:
         with lock:
@@ -32,12 +32,12 @@ def note_rounds(path: Path) -> None:
             counted["bytes"] += HEADER_BYTES + size_bytes
 
     def doing(self: Any, action: Any) -> None:
-        nonlocal begun
+        nonlocal led
         if isinstance(action, Send):
             count(len(encode(action.message)))
-        elif isinstance(action, Begun) and action.plan.round != begun:
-            begun = action.plan.round
+        elif isinstance(action, Begun):
             led = action.plan.coordinator == self._peer.me
+        elif isinstance(action, Apply):
             with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": time.time(), "led": led, **counted}) + "\n")
         do(self, action)
@@ -51,9 +51,9 @@ def note_rounds(path: Path) -> None:
 
 
 def led_rounds(notes: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
-    """Messages and their bytes from a round's beginning to the next one's, where this peer coordinated both."""
+    """Messages and their bytes of this peer from one step to the next, for those that it coordinated."""
     return [
         (after["messages"] - before["messages"], after["bytes"] - before["bytes"])
         for before, after in pairwise(notes)
-        if before["led"] and after["led"]
+        if after["led"]
     ]

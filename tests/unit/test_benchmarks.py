@@ -157,12 +157,12 @@ class TestRounds:
         (found,) = outcomes_of(TurnSpec(contender=OURS, kind="ours"), tmp_path, 1)
         assert (found["time"], found["contributors"], found["wait_s"]) == (2.0, 2, 0.5)
 
-    def test_messages_are_those_between_two_rounds_that_a_peer_coordinated(self) -> None:
+    def test_messages_are_those_of_the_coordinator_since_the_step_before(self) -> None:
         notes = [
             {"led": led, "messages": messages, "bytes": 100 * messages}
             for led, messages in [(False, 5), (True, 10), (True, 17), (False, 20), (True, 30), (True, 36)]
         ]
-        assert led_rounds(notes) == [(7, 700), (6, 600)]
+        assert led_rounds(notes) == [(5, 500), (7, 700), (10, 1000), (6, 600)]
 
 
 class TestTables:
