@@ -75,6 +75,16 @@ def forecast_bars(turns: Sequence[Turn]) -> list[Bar]:
         found = ratio([turn for turn in turns if turn.spec.peers == peers])
         what = f"simulator, {peers} peers: seconds per step, foretold / measured"
         bars.append(is_so(what, "0.8 to 1.2", number(found), holds=0.8 <= found <= 1.2))
+        own = [turn for turn in turns if turn.spec.peers == peers]
+        expected = foretold(own[0].spec)
+        for of, foreseen, measured in (
+            ("bytes sent", expected.sent_bytes_mean, [one for turn in own for one in turn.sent_bytes]),
+            ("coordinator's messages", expected.coordinator_messages, [n for turn in own for n in turn.led_messages]),
+            ("their bytes", expected.coordinator_message_bytes, [n for turn in own for n in turn.led_bytes]),
+        ):
+            found = foreseen / fmean(measured) if measured else math.nan
+            what = f"simulator, {peers} peers: {of}, foretold / measured"
+            bars.append(is_so(what, "0.8 to 1.2", number(found), holds=0.8 <= found <= 1.2))
     return bars
 
 
