@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import fmean
 
 from bench_bars import Bar, is_so
 from bench_plan import NATIVE_FLOAT16
 from bench_spec import TurnSpec
-from bench_stats import NOTHING, markdown_table, number, summary
+from bench_stats import markdown_table, number, summary
 from bench_turn import Turn
 from lightning_hivemind.simulation.forecast import Forecast, forecast
 from lightning_hivemind.simulation.scenario import Scenario
@@ -72,19 +72,16 @@ def ratio(turns: Sequence[Turn]) -> float:
 def forecast_bars(turns: Sequence[Turn]) -> list[Bar]:
     bars = []
     for peers in sorted({turn.spec.peers for turn in turns}):
-        found = ratio([turn for turn in turns if turn.spec.peers == peers])
-        what = f"simulator, {peers} peers: seconds per step, foretold / measured"
-        bars.append(is_so(what, "0.8 to 1.2", number(found), holds=0.8 <= found <= 1.2))
         own = [turn for turn in turns if turn.spec.peers == peers]
         expected = foretold(own[0].spec)
-        for of, foreseen, measured in (
-            ("bytes sent", expected.sent_bytes_mean, [one for turn in own for one in turn.sent_bytes]),
-            ("coordinator's messages", expected.coordinator_messages, [n for turn in own for n in turn.led_messages]),
-            ("their bytes", expected.coordinator_message_bytes, [n for turn in own for n in turn.led_bytes]),
+        for what, found in (
+            ("seconds per step", ratio(own)),
+            ("bytes sent", expected.sent_bytes_mean / mean(one.sent_bytes for one in own)),
+            ("coordinator's messages", expected.coordinator_messages / mean(one.led_messages for one in own)),
+            ("their bytes", expected.coordinator_message_bytes / mean(one.led_bytes for one in own)),
         ):
-            found = foreseen / fmean(measured) if measured else math.nan
-            what = f"simulator, {peers} peers: {of}, foretold / measured"
-            bars.append(is_so(what, "0.8 to 1.2", number(found), holds=0.8 <= found <= 1.2))
+            name = f"simulator, {peers} peers: {what}, foretold / measured"
+            bars.append(is_so(name, "0.8 to 1.2", number(found), holds=0.8 <= found <= 1.2))
     return bars
 
 
@@ -106,7 +103,7 @@ def forecast_table(turns: Sequence[Turn]) -> str:
         expected = foretold(own[0].spec)
         expected_s = math.nan if expected.step_s_median is None else expected.step_s_median
         measured = summary(step_s for turn in own for step_s in seconds_of_steps(turn))
-        sent = [sent for turn in own for sent in turn.sent_bytes]
+        sent = mean(one.sent_bytes for one in own)
         ideal = 2 * (peers - 1) / peers * expected.encoded_bytes
         rows.append(
             [
@@ -115,12 +112,12 @@ def forecast_table(turns: Sequence[Turn]) -> str:
                 measured.show(),
                 number(expected_s / measured.median),
                 number(expected.sent_bytes_mean / 1e6),
-                mean_of([one / 1e6 for one in sent]),
-                mean_of([one / ideal for one in sent]),
+                number(sent / 1e6),
+                number(sent / ideal),
                 number(expected.coordinator_messages),
-                mean_of([messages for turn in own for messages in turn.led_messages]),
+                number(mean(one.led_messages for one in own)),
                 number(expected.coordinator_message_bytes / 1e3),
-                mean_of([size_bytes / 1e3 for turn in own for size_bytes in turn.led_bytes]),
+                number(mean(one.led_bytes for one in own) / 1e3),
                 ", ".join(turn.failure for turn in own if turn.failure),
             ]
         )
@@ -141,5 +138,7 @@ def forecast_table(turns: Sequence[Turn]) -> str:
     return f"{caption}\n\n{markdown_table(header, rows)}"
 
 
-def mean_of(values: Sequence[float]) -> str:
-    return number(fmean(values)) if values else NOTHING
+def mean(of_turns: Iterable[Sequence[float]]) -> float:
+    """Of all values of all turns; NaN if there is none."""
+    values = [one for values in of_turns for one in values]
+    return fmean(values) if values else math.nan

@@ -80,12 +80,12 @@ class SwarmRecords:
     @property
     def auxiliaries(self) -> list[str]:
         """Other live peers that only help to average."""
-        return [peer for peer, record in self._others().items() if record.get("role") == "auxiliary"]
+        return self._with_role("auxiliary")
 
     @property
     def founders(self) -> set[str]:
         """Ids of other live peers that train, and joined nobody: the run begins with their parameters."""
-        return {peer for peer, record in self._others().items() if record.get("role") == "founder"}
+        return set(self._with_role("founder"))
 
     @property
     def peers(self) -> set[str]:
@@ -106,17 +106,17 @@ class SwarmRecords:
         Raises:
             ArgumentError: too many names, or too long a one. What was published before stays.
         """
-        own = [(float(value), float(samples))] if samples > 0 else []
-        metrics = {**self._metrics, **({name: list(own[0])} if own else {})}
+        metrics = {**self._metrics, name: [float(value), float(samples)]}
         if len(name.encode()) > MAX_NAME_BYTES or len(metrics) > MAX_METRICS:
             raise ArgumentError(
                 f"swarm_mean(name={name!r}): at most {MAX_METRICS} names of at most {MAX_NAME_BYTES} bytes, because"
                 " every peer keeps them in one small record. Use fewer, or shorter ones."
             )
-        if own:
+        pairs = []
+        if samples > 0:
             self._records.publish(metrics=metrics)
             self._metrics = metrics
-        pairs = own
+            pairs.append((float(value), float(samples)))
         for peer, record in self._others().items():
             if alive is None or peer in alive:
                 pairs.extend(_metric(record, name))
@@ -128,6 +128,9 @@ class SwarmRecords:
 
     def _others(self) -> dict[str, dict[str, Any]]:
         return {peer: record for peer, record in self._records.read().items() if peer != self._peer_id}
+
+    def _with_role(self, role: str) -> list[str]:
+        return [peer for peer, record in self._others().items() if record.get("role") == role]
 
     def _own_schema(self) -> dict[str, Any]:
         digest = hashlib.sha256("\n".join([*self._schema, self._way]).encode()).hexdigest()[:32]

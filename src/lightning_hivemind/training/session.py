@@ -258,10 +258,9 @@ class TrainingSession:
         self._schedulers.take_over(self._strategy.lr_scheduler_configs, self._trainer.global_step)
 
     def _step_scheduler(self, scheduler: Any, epoch: int) -> None:
-        if self._a.engine == "native" and not self._a.delay_optimizer_step:  # (else in a thread of its own)
-            self._progress.follow(
-                max(epoch, self._trainer.global_step), committed=False
-            )  # as Lightning counts it first
+        # Lightning, too, counts a step before it steps its schedulers. (With a delay in a thread of its own.)
+        if self._a.engine == "native" and not self._a.delay_optimizer_step:
+            self._progress.follow(max(epoch, self._trainer.global_step), committed=False)
         self._module.lr_scheduler_step(scheduler, None)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -89,10 +89,9 @@ class Outlet:
             self._changed.notify()
             if queue is not self._urgent:
                 self._long.notify()
-            count, size_bytes = len(self._urgent), self._urgent_bytes
-            too_many = (count > MOST_WAITING or size_bytes > MOST_WAITING_BYTES) and not self.reach.closed
-        if too_many:
-            self._lost(self, f"{count} messages wait for it, {size_bytes:,} bytes")
+            too_many = len(self._urgent) > MOST_WAITING or self._urgent_bytes > MOST_WAITING_BYTES
+        if too_many and not self.reach.closed:
+            self._lost(self, f"{MOST_WAITING} messages wait for it, or {MOST_WAITING_BYTES} bytes of them")
 
     def probe(self) -> None:
         """Find out whether the other end lives. Blocks for a moment."""
