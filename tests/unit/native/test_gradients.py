@@ -380,12 +380,12 @@ def test_a_round_that_calls_while_an_average_is_in_the_buffers_does_not_clear_it
     """It takes what was summed before, which has made room."""
     gradients, weight = in_place
     batch_in_place(gradients, weight, 3.0, 4)
-    assert weight.grad is not None
     with gradients.lent():
-        weight.grad.fill_(7.0)
+        weight.grad = torch.full((2,), 7.0)
         contribution, values = given(gradients)
         assert weight.grad.tolist() == [7.0, 7.0]
     assert (contribution.samples, values.tolist()) == (4, [3.0, 3.0])
+    gradients.begin_batch()
     assert weight.grad.tolist() == [0.0, 0.0], "the next sum begins at zero"
     batch_in_place(gradients, weight, 1.0, 4)
     assert gradients.samples == 8

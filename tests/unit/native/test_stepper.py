@@ -45,7 +45,6 @@ class Trainee:
     buffers: list[Tensor] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     hooked: list[list[float]] = field(default_factory=list)
-    in_place: bool = False
     scheduler: SwarmSchedulers | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +62,7 @@ class Trainee:
             before_optimizer_step=self._hook,
             buffers=self.buffers,
         )
-        self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed", in_place=self.in_place)
+        self.stepper = Stepper(training, ROOT, delayed=self.way == "delayed")
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scheduler is not None:
@@ -135,17 +134,6 @@ def test_a_step_is_what_plain_torch_makes_of_the_average(trainee: Trainee) -> No
     assert trainee.hooked == [pytest.approx(average.tolist()) for average in given]
     assert trainee.epochs == [1, 2, 3]
     assert trainee.stepper.head == head(3)
-
-
-def test_sums_in_place_stay_where_they_are() -> None:
-    trainee = Trainee(in_place=True)
-    places = [torch.ones(2, 2), torch.ones(3)]
-    trainee.weight.grad, trainee.bias.grad = places
-    (average,) = averages(1)
-    trainee.step(average, 1)
-    assert trainee.weight.grad is places[0]
-    assert trainee.bias.grad is places[1]
-    assert same(trainee.parameters, plainly([average]))
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["a gradient of before", "none"])

@@ -54,7 +54,6 @@ class NativeEngine:
             delayed=bool(arguments.delay_optimizer_step),
             local=local,
             moments=arguments.average_opt_statistics,
-            in_place=arguments.reuse_grad_buffers,
         )
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)

@@ -42,7 +42,6 @@ class Stepper:
         delayed: steps are made in a thread of their own, on copies in host memory.
         local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters,
             and ``moments`` of the optimizer by these names (else they are equal anyway).
-        in_place: ``param.grad`` is where gradients are summed, and stays where it is.
 
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
@@ -59,9 +58,8 @@ class Stepper:
         delayed: bool,
         local: bool = False,
         moments: Sequence[str] = (),
-        in_place: bool = False,
     ) -> None:
-        self._training, self.trail, self._local, self._in_place = training, Trail(head), local, in_place
+        self._training, self.trail, self._local = training, Trail(head), local
         self._model = _parameters(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
@@ -343,7 +341,7 @@ class Stepper:
                 parameter.grad = None  # a zero gradient would still let weight decay change it
                 continue
             part, gradient = part.view_as(parameter), parameter.grad
-            if parameter.device.type == "cpu" and not self._in_place and parameter.is_contiguous():
+            if parameter.device.type == "cpu" and parameter.is_contiguous():
                 parameter.grad = part.to(parameter.dtype)
             elif gradient is None or gradient.is_sparse:
                 parameter.grad = torch.empty_like(parameter)  # as it lies: fused optimizers do not look
