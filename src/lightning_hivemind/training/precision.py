@@ -20,7 +20,7 @@ class LossScale:
 
     def __init__(self, scaler: Any | None, optimizer: torch.optim.Optimizer, *, reuses_buffers: bool) -> None:
         self._scaler, self._optimizer, self._reuses = scaler, optimizer, reuses_buffers
-        self._scaled = False  # whether the scaler has seen a loss: before that it refuses everything
+        self._scaled = False  # whether the scaler has seen a gradient: before that it refuses everything
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     @property
@@ -34,8 +34,8 @@ class LossScale:
 
     def accept(self) -> bool:
         """After a backward pass: unscale, and say whether the gradients may count."""
-        self._scaled = True
-        if self._scaler is not None and self.active and not self._reuses and self._has_gradients():
+        self._scaled |= _has_gradients(self._optimizer)
+        if self._scaler is not None and self.active and not self._reuses and _has_gradients(self._optimizer):
             self._scaler.unscale_(self._optimizer)
             finite = gradients_are_finite(self._parameters)
             self._scaler.update()
@@ -55,10 +55,11 @@ class LossScale:
         return float(self._scaler.get_scale()) / before
 
     def _update_scale(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._scaler is not None and self.active and self._has_gradients():
+        if self._scaler is not None and self.active and _has_gradients(optimizer):
             self._scaler.unscale_(optimizer)  # only to let the scaler see infinities
             self._scaler.update()
 
-    def _has_gradients(self) -> bool:
-        """A scaler that was shown no gradient refuses to update."""
-        return any(p.grad is not None for p in self._parameters)
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """A scaler that was shown no gradient refuses to update."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -86,3 +86,14 @@ def test_without_a_scaler_only_finiteness_is_checked(reuses: bool) -> None:
     p.grad[0] = float("nan")
     assert not scale.accept()
     assert not scale.active
+
+
+def test_the_scale_grows_with_reused_buffers_that_a_step_has_taken_away() -> None:
+    """In host memory there is no gradient between the sum before and the next one."""
+    p, scaler, scale = make(reuses=True)
+    for _ in range(2):
+        backward(p, scaler)
+        assert scale.accept()
+        p.grad = None
+        scale.after_commit()
+    assert scaler.get_scale() == 16.0

@@ -28,7 +28,8 @@ class BufferSum:
         #: in host memory it is what will be given, and taken from there when it is needed
         self._values = torch.empty(self.elements, dtype=torch.float32, device=device) if device.type != "cpu" else None
         self.samples = self.first = self.epoch = 0
-        #: samples of the last sum; this one's first batch is multiplied by ``_unit``
+        #: samples of the last sum; this one's first batch is multiplied by ``_unit``, a power of two: with as many
+        #: samples as in the last one the sum is the mean then, most often, without another look at all of it
         self._last, self._unit = 0, 1.0
         self._reached = [False] * len(parameters)
         #: whether a batch is being computed that writes where the sum is; whether an average is there
@@ -52,7 +53,7 @@ class BufferSum:
         first = not self.samples
         if first:
             self.first, self.epoch = samples, epoch
-            self._unit = _unit(samples, self._last)
+            self._unit = 2.0 ** min(0, round(math.log2(samples / self._last))) if self._last else 1.0
         if self._values is None:
             self._values = self._memory.floats(self._whole)
         parts = zip(views(self._values, self._parameters), self._parameters, strict=True)
@@ -90,29 +91,25 @@ class BufferSum:
 class InPlaceSum:
     """``reuse_grad_buffers``: the backward passes themselves add up in ``param.grad``, which nobody else clears.
 
-    Those of float32 are parts of one vector: in host memory it is what will be given, as it is.
+    In host memory those of float32 are parts of one vector, which will be given as it is.
     """
 
     def __init__(self, parameters: Sequence[Tensor], memory: Memory, whole: int) -> None:
         self._parameters, self._memory, self._whole = parameters, memory, whole
         self.elements = sum(p.numel() for p in parameters)
-        device = _device_of(parameters)
-        self._in_host, self._transfer = device.type == "cpu", Transfer(device)
-        #: on a device there is one vector, in host memory one for each sum
-        self._kept = None if self._in_host else torch.empty(self.elements, dtype=torch.float32, device=device)
-        self._values: Tensor | None = None
-        #: its parts that became the gradients of parameters when the sum began
+        self._transfer = Transfer(_device_of(parameters))
+        #: whose gradients are parts of the vector, if there is one; parts that are, since this sum has begun
+        self._joined = [p.device.type == "cpu" and p.dtype == torch.float32 for p in parameters]
         self._parts: list[Tensor | None] = [None] * len(parameters)
+        self._values: Tensor | None = None
         self.samples = self.first = self.epoch = 0
-        self._last, self._unit = 0, 1.0
         self.busy = self.lent = self._void = False
         self._scale = 1.0
 
     def weight(self, samples: int) -> float:
         if not self.samples or self._void:
             self.first = max(1, samples)
-            self._unit = _unit(self.first, self._last)
-        return self._unit * (samples / self.first)
+        return samples / self.first
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -127,14 +124,13 @@ class InPlaceSum:
     @torch.no_grad()
     def begin_batch(self) -> None:
         self.busy = True
-        if self._values is not None:
+        if self._values is not None or not any(self._joined):
             return
-        self._values = self._memory.floats(self._whole) if self._kept is None else self._kept
+        self._values = self._memory.floats(self._whole)
         self._values[: self.elements].zero_()
         for number, part in enumerate(views(self._values, self._parameters)):
-            parameter = self._parameters[number]
-            if parameter.dtype == part.dtype:
-                parameter.grad = self._parts[number] = part.data  # which counts by itself how often it is changed
+            if self._joined[number]:
+                self._parameters[number].grad = self._parts[number] = part.data  # which counts its changes by itself
 
     def end_batch(self) -> None:
         """Of which nothing is added."""
@@ -156,21 +152,17 @@ class InPlaceSum:
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        values, factor = self._values, self.first / self.samples / self._unit / self._scale
-        self._last = self.samples
-        found = values if self._in_host and values is not None else self._memory.floats(self._whole)
-        fetched = [(values, found[: self.elements])] if values is not None and values is not found else []
-        targets = views(found, self._parameters)
-        gradients = [dense(parameter) for parameter in self._parameters]
-        for gradient, part, target in zip(gradients, self._parts, targets, strict=True):
-            if gradient is not None and not _is_at(gradient, part):
-                fetched.append((gradient, target))
-        self._transfer.fetch(fetched)
-        reached = [
-            self._reached(number, one, target)
-            for number, (one, target) in enumerate(zip(gradients, targets, strict=True))
-        ]
-        for mark, target in zip(reached, targets, strict=True):
+        found, factor = self._values, self.first / self.samples / self._scale
+        if found is None:
+            found = self._memory.floats(self._whole)
+        parts = list(zip(views(found, self._parameters), self._parameters, self._parts, strict=True))
+        self._transfer.fetch(
+            (gradient, target)
+            for target, parameter, part in parts
+            if not _is_at(parameter.grad, part) and (gradient := dense(parameter)) is not None
+        )
+        reached = [_was_reached(*one) for one in parts]
+        for mark, (target, _, _) in zip(reached, parts, strict=True):
             if not mark:
                 target.zero_()
         if factor != 1.0:
@@ -184,18 +176,11 @@ class InPlaceSum:
         if self.busy or self.lent:
             return
         self._values, self._parts = None, [None] * len(self._parameters)
-        for parameter in self._parameters:
-            if parameter.dtype != torch.float32 and parameter.grad is not None:
-                parameter.grad.zero_()
-            elif self._in_host:
+        for joined, parameter in zip(self._joined, self._parameters, strict=True):
+            if joined:
                 parameter.grad = None
-
-    def _reached(self, number: int, gradient: Tensor | None, summed: Tensor) -> bool:
-        """Whether there was a gradient of that parameter: with its own memory it may be of a sum before."""
-        part = self._parts[number]
-        if gradient is None or _is_at(gradient, part):
-            return gradient is not None and part is not None and part._version > 0
-        return self._parameters[number].requires_grad or bool(summed.any())
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
 
 class LocalUpdates:
@@ -257,18 +242,19 @@ def dense(parameter: Tensor) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _unit(samples: int, last: int) -> float:
-    """What to multiply a sum by whose first batch has these samples, and the ``last`` one all those.
-
-    A power of two: with as many samples as in the last one the sum is the mean then, most often, without another look
-    at all of it.
-    """
-    return 2.0 ** min(0, round(math.log2(samples / last))) if last else 1.0
-
-
-def _is_at(gradient: Tensor, part: Tensor | None) -> bool:
+def _is_at(gradient: Tensor | None, part: Tensor | None) -> bool:
     """Whether it is that part of a vector."""
-    return part is not None and gradient.layout is torch.strided and gradient.data_ptr() == part.data_ptr()
+    if gradient is None or part is None or gradient.layout is not torch.strided:
+        return False
+    return gradient.data_ptr() == part.data_ptr()
+
+
+def _was_reached(summed: Tensor, parameter: Tensor, part: Tensor | None) -> bool:
+    """Whether a batch has reached it; a gradient that is no part of a vector may be what is left of one before."""
+    if parameter.grad is None:
+        return False
+    known = part._version > 0 if part is not None and _is_at(parameter.grad, part) else parameter.requires_grad
+    return known or bool(summed.any())
 
 
 def trained_now(parameters: Sequence[Tensor]) -> Tensor:
