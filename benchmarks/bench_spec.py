@@ -39,7 +39,7 @@ class TurnSpec:
         value_bytes: what it makes of a float32, headers and scales apart.
         warm: global steps of every peer before the measurement begins.
         steps, window_s: the measurement ends after so many steps, or with the first step after so many seconds.
-        once: run in the first repeat only, because a turn takes long.
+        once: run until it was measured once, because a turn takes long.
         uplink_mbit_s: every peer has a network of its own, and sends no faster than that (10^6 bits per second); 0: all
             talk over loopback.
     """

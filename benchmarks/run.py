@@ -8,8 +8,8 @@
     python benchmarks/run.py --joiner 1,50    # a late joiner of a large model; likewise
     python benchmarks/run.py --averaging 50,100 --peers 2,4 --more    # and the repeats of its results so far
 
-All contenders take turns: a repeat runs each of them once (the slow ones
-of stock hivemind only in the first repeat), and a ratio compares two turns of the same repeat.
+All contenders take turns: a repeat runs each of them once (slow ones of
+hivemind only until they have been measured once), and a ratio compares two turns of the same repeat.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = [{"millions": size, **asdict(one)} for size, one in joined]
     else:
         firsts = [next_repeat(before, specs) for specs in plan]
-        turns = before + run_repeats(only(plan, options.only), limit_s, options.keep, firsts)
+        turns = before + run_repeats(only(plan, options.only), limit_s, options.keep, firsts, before)
         table, records, repeats = tables(turns), [asdict(turn) for turn in turns], 1 + max(one.repeat for one in turns)
         bars, most_load = bars_of(turns), max(turn.load for turn in turns)
     facts = both(facts_before, run.facts(most_load=most_load, repeats=str(repeats)))
@@ -119,11 +119,14 @@ def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, firsts: Sequence[int]) -> list[Turn]:
+def run_repeats(
+    plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, firsts: Sequence[int], before: Sequence[Turn] = ()
+) -> list[Turn]:
     """At least one repeat; another only if it fits into ``limit_s`` judging by the last.
 
     Args:
         firsts: the number of the first, in each case of the plan.
+        before: turns that count already.
     """
     turns: list[Turn] = []
     begin, next_s = time.monotonic(), 0.0
@@ -134,7 +137,9 @@ def run_repeats(plan: list[list[TurnSpec]], limit_s: float, keep: Path | None, f
             break
         done = len(turns)
         for specs, repeat in now:
-            for spec in rotated([one for one in specs if not (one.once and repeat)], repeat):
+            had = {(turn.spec.case, turn.spec.contender) for turn in (*before, *turns)}
+            due = [one for one in specs if not (one.once and (one.case, one.contender) in had)]
+            for spec in rotated(due, repeat):
                 turn = run_turn(spec, repeat, keep)
                 turns.append(turn)
                 print(_progress(turn), file=sys.stderr, flush=True)
