@@ -34,8 +34,9 @@ class LossScale:
 
     def accept(self) -> bool:
         """After a backward pass: unscale, and say whether the gradients may count."""
-        self._scaled |= _has_gradients(self._optimizer)
-        if self._scaler is not None and self.active and not self._reuses and _has_gradients(self._optimizer):
+        shown = _has_gradients(self._optimizer)
+        self._scaled |= shown
+        if self._scaler is not None and self.active and not self._reuses and shown:
             self._scaler.unscale_(self._optimizer)
             finite = gradients_are_finite(self._parameters)
             self._scaler.update()

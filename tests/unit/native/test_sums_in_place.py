@@ -142,8 +142,7 @@ def test_what_is_written_to_a_gradient_that_no_batch_reaches_counts(model: Model
 
 def test_where_all_have_another_precision_no_vector_is_held_between_batches() -> None:
     layer = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
-    memory = Memory()
-    found = InPlaceSum(list(layer.parameters()), memory, 8 + 2)
+    found = InPlaceSum(list(layer.parameters()), Memory(), 8 + 2)
     assert found.weight(4) == 1.0
     found.begin_batch()
     layer(torch.ones(4, 3, dtype=torch.bfloat16)).sum().backward()
