@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import mmap
 import threading
+from operator import methodcaller
 
 import pytest
 import torch
@@ -49,6 +51,7 @@ def test_no_more_is_kept_than_allowed() -> None:
     memory = Memory(kept_bytes=4000)
     pieces = [memory.floats(1000) for _ in range(5)]
     pieces.clear()
+    memory.bytes(1)
     assert memory._free_bytes == 4000
     assert sum(map(len, memory._free.values())) == 1
 
@@ -57,6 +60,14 @@ def test_nothing_is_a_piece_too() -> None:
     memory = Memory()
     assert memory.floats(0).shape == (0,)
     assert memory.bytes(0).shape == (0,)
+
+
+def test_an_interrupt_that_comes_just_before_a_piece_is_given_back_is_not_lost() -> None:
+    memory = Memory(kept_bytes=4000)
+    pieces = [memory.floats(1000)]
+    with pytest.raises(KeyboardInterrupt):
+        list(map(methodcaller("__call__"), [_thread.interrupt_main, pieces.clear]))  # no line of Python between them
+    assert not pieces
 
 
 class Runtime:
@@ -92,6 +103,7 @@ def test_vectors_beside_a_gpu_are_pinned_until_they_go_back_to_the_system(monkey
     del others
     assert memory.floats(1000).data_ptr() == place, "a vector is used again as a vector"
     vectors.clear()
+    memory.bytes(1)
     gc.collect()
     assert len(runtime.pinned) == 1, "no more than is kept"
     memory.give(torch.zeros(10_000, dtype=torch.uint8), 4000)  # which is not pinned

@@ -9,7 +9,7 @@ import logging
 import mmap
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -26,21 +26,34 @@ _POPULATED_BYTES = 4 << 20
 _DONT_NEED = 4
 
 
+class _Lease(weakref.ref[Any]):
+    """Of a piece that somebody uses. That nobody does any more is noted without a line of Python: an interrupt that
+    comes in the meantime would be raised in that line, and Python drops what is raised where an object ends.
+    """
+
+    __slots__ = ("piece", "pinned")
+
+    piece: Any
+    pinned: bool
+
+
 class Memory:
     """Hands out pieces, and takes each back by itself once nothing refers to it any more. Thread-safe.
 
     Args:
-        kept_bytes: of pieces that nobody uses; what is more goes back to the system.
+        kept_bytes: of pieces that nobody uses; what is more goes back to the system, when a piece is asked for next.
         pinned: vectors of :meth:`floats` stay where they are, so that a GPU copies from and to them by itself.
         device: that GPU: whatever thread asks, no other one is woken up.
     """
 
     def __init__(self, kept_bytes: int = 0, *, pinned: bool = False, device: torch.device | None = None) -> None:
         self.kept_bytes, self._pinned, self._device = kept_bytes, pinned, device
-        self._lock = threading.RLock()  # a collection of garbage may take a piece back within it
+        self._lock = threading.Lock()
         #: by their bytes, and whether they are pinned
         self._free: defaultdict[tuple[int, bool], list[Any]] = defaultdict(list)
         self._free_bytes = 0
+        self._leases: dict[int, _Lease] = {}  # by their id
+        self._ended: deque[_Lease] = deque()
 
     @property
     def pinned(self) -> bool:
@@ -61,6 +74,7 @@ class Memory:
 
     def _piece(self, count: int, *, pinned: bool) -> Tensor:
         with self._lock:
+            self._collect()
             pieces = self._free[count, pinned]
             piece = pieces.pop() if pieces else None
             self._free_bytes -= count if piece is not None else 0
@@ -70,9 +84,12 @@ class Memory:
             pinned = self._pinned = piece is not None  # if not now, never again
         if piece is None:
             piece = np.empty(count, np.uint8)  # by numpy, which asks for large pages: half as dear as torch's
-        lease = piece.view()
-        weakref.finalize(lease, self._take_back, piece, pinned=pinned).atexit = False
-        return torch.from_numpy(lease)  # it, and all that shares its memory, keep the lease alive
+        used = piece.view()
+        if count <= self.kept_bytes:
+            lease = _Lease(used, self._ended.append)
+            lease.piece, lease.pinned = piece, pinned
+            self._leases[id(lease)] = lease
+        return torch.from_numpy(used)  # it, and all that shares its memory, keep the view alive
 
     def give(self, memory: Tensor, count: int, pieces: int = 1) -> None:
         """So many pieces of ``count`` bytes, the first of ``memory``, uint8 CPU, that nobody uses any more; fewer if
@@ -82,15 +99,21 @@ class Memory:
         if pieces and not self._pinned:
             begin, length = _pages(memory[pieces * count :])
             advise_memory(begin, length, _DONT_NEED)  # else a piece would keep all of it
-            for start in range(0, pieces * count, count):
-                self._take_back(memory.numpy()[start : start + count], pinned=False)
+            with self._lock:
+                for start in range(0, pieces * count, count):
+                    self._take_back(memory.numpy()[start : start + count], pinned=False)
+
+    def _collect(self) -> None:
+        """Take back what nobody uses any more."""
+        while self._ended:
+            lease = self._leases.pop(id(self._ended.popleft()))
+            self._take_back(lease.piece, pinned=lease.pinned)
 
     def _take_back(self, piece: Any, *, pinned: bool) -> None:
-        with self._lock:
-            if self._free_bytes + piece.nbytes <= self.kept_bytes:
-                self._free[piece.nbytes, pinned].append(piece)
-                self._free_bytes += piece.nbytes
-                return
+        if self._free_bytes + piece.nbytes <= self.kept_bytes:
+            self._free[piece.nbytes, pinned].append(piece)
+            self._free_bytes += piece.nbytes
+            return
         if piece.base is not None and not pinned:  # it may be a part of what others keep
             advise_memory(*_pages(torch.from_numpy(piece)), _DONT_NEED)
 
