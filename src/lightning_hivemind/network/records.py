@@ -36,6 +36,7 @@ _MAX_EXPIRATION_S = 3600.0
 _MAX_ITEMS = 128
 _MAX_DEPTH = 4
 #: Overwrites a record until it expires: its peer has left.
+_POLL_S = 0.1
 _WITHDRAWN = b""
 SEAL_BYTES = 16
 
@@ -78,6 +79,7 @@ class PeerRecords:
         self._fetches = 0
         self._wanted = 0
         self._closing = False
+        self._closed_by = 0.0
         self._last_expiration = 0.0
         self._trouble = self._clock_told = False
         self._malformed: set[str] = set()
@@ -124,6 +126,7 @@ class PeerRecords:
         """Withdraw the record and stop, within ``timeout_s``. Safe to call twice; call it before the DHT is stopped."""
         with self._changed:
             self._closing = True
+            self._closed_by = time.monotonic() + 0.8 * timeout_s
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -141,9 +144,11 @@ class PeerRecords:
                 self._dirty = False
             if closing:
                 if own or self._last_expiration:
-                    self._store(_WITHDRAWN, timeout_s=1.5)
+                    self._store(_WITHDRAWN, timeout_s=self._closed_by - time.monotonic())
                 return
             stored = not store or self._store(pack_record(own), timeout_s=self.expiration_s)
+            if self._closing:
+                continue
             fetched = self._fetch(timeout_s=self.expiration_s)
             with self._changed:
                 if fetched:
@@ -215,14 +220,18 @@ class PeerRecords:
             return otherwise
 
     def _result(self, future: Any, timeout_s: float) -> Any:
-        """The future's result, given up when the deadline is over, the DHT process is gone, or :meth:`close` waits."""
+        """The future's result, given up when the deadline is over, the DHT process is gone, or :meth:`close` waits.
+
+        After :meth:`close` no thread may be here any more: what hivemind keeps of a future is a tensor of torch, and a
+        thread that looks at it when Python ends aborts the process.
+        """
         deadline = time.monotonic() + timeout_s
         closing_at_start = self._closing
         while True:
             try:
-                return future.result(timeout=0.25)
+                return future.result(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
             except concurrent.futures.TimeoutError:
-                if time.monotonic() > deadline or (self._closing and not closing_at_start):
+                if time.monotonic() >= deadline or (self._closing and not closing_at_start) or not self._dht.is_alive():
                     raise
 
     def _tell_trouble(self, trouble: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,13 +37,19 @@ TIMEOUT_S = 10.0
 
 
 class MemoryDHT:
-    """Keeps, like the real one, of two values the one that expires later. ``mode``: "up", "silent" or "broken"."""
+    """Keeps, like the real one, of two values the one that expires later.
+
+    ``mode``: "up", "silent", "broken" or "gone".
+    """
 
     def __init__(self) -> None:
         self.entries: dict[Any, Any] = {}
         self.mode = "up"
         self.calls = 0
         self.called = threading.Event()
+
+    def is_alive(self) -> bool:
+        return self.mode != "gone"
 
     def _answer(self, value: object) -> Future[Any]:
         self.calls += 1
@@ -159,12 +166,31 @@ def test_network_trouble_blocks_and_raises_nothing_and_ends_by_itself(
     assert "retrying" in warnings[0].getMessage()
 
 
-def test_close_does_not_wait_for_a_dht_that_does_not_answer(dht: MemoryDHT) -> None:
+@pytest.mark.parametrize("mode", ["silent", "gone"])
+@pytest.mark.parametrize("asked", [False, True])
+def test_close_leaves_no_thread_though_the_dht_does_not_answer(mode: str, asked: bool, dht: MemoryDHT) -> None:
+    """A thread that looks at one of hivemind's futures while Python ends aborts the process."""
     records = PeerRecords(dht, "run", ID_A)
-    dht.mode = "silent"
     records.publish(a=1)
-    records.close(timeout_s=5.0)
+    assert records.refresh(TIMEOUT_S)
+    dht.mode = mode
+    dht.called.clear()
+    records.publish(a=2)
+    if asked:
+        assert dht.called.wait(TIMEOUT_S)
+    records.close(timeout_s=1.0)
     assert not records._thread.is_alive()
+
+
+def test_a_dht_process_that_is_gone_is_not_waited_for(dht: MemoryDHT, caplog: pytest.LogCaptureFixture) -> None:
+    records = PeerRecords(dht, "run", ID_A)
+    dht.mode = "gone"
+    records.publish(a=1)
+    start = time.monotonic()
+    while not caplog.messages:
+        assert time.monotonic() < start + TIMEOUT_S
+        time.sleep(0.01)
+    records.close()
 
 
 HOSTILE: list[tuple[object, object]] = [

@@ -144,7 +144,7 @@ class ExactTracker(ProgressTracker):  # type: ignore[misc]  # hivemind has no ty
         )
         # the future is awaited for its own sake, too: the DHT process fails on one that was dropped
         try:
-            withdrawn.result(timeout)
+            withdrawn.result(timeout and 0.8 * timeout)  # not while Python ends, see PeerRecords
         except Exception as error:
             log.debug("the last report could not be withdrawn: %r", error)
 
