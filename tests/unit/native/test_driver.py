@@ -38,6 +38,7 @@ from lightning_hivemind.engine.native.protocol.settings import DETECT_S, Setting
 from lightning_hivemind.engine.native.seam import Given, Outcome, Parcel
 from lightning_hivemind.engine.native.state.questions import MAX_QUESTION_BYTES
 from lightning_hivemind.engine.native.wire import outlet as outlet_module
+from lightning_hivemind.engine.native.wire.connection import write
 from lightning_hivemind.engine.native.wire.encoding import MAX_LIST, MAX_MESSAGE_BYTES, encode
 from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
@@ -354,17 +355,16 @@ def test_what_is_damaged_in_the_clear_is_asked_for_again(
 ) -> None:
     run = Run(["a", "b"], Layout(5000, chunk_elements=1000), secure=False)
     runs.append(run)
-    links, damaged = run.town.links["a"], []
-    send = links.send
+    damaged: list[Header] = []
 
-    def damages_once(peer: str, header: Header, payload: Payload = ()) -> None:
+    def damages_once(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
         if header.kind is kind and not damaged:
             damaged.append(header)
             (data,) = payload
             payload = (bytes([data[0] ^ 1]) + bytes(data[1:]),)
-        send(peer, header, payload)
+        write(sock, header, payload)
 
-    monkeypatch.setattr(links, "send", damages_once)
+    monkeypatch.setattr(outlet_module, "write", damages_once)
     samples = {"a": 40, "b": 40}
     given = run.contribute(samples)
     run.wait_for_commit(1)

@@ -93,8 +93,7 @@ class Nowhere:
     upload_rate = 1.0
     slow_to = ()
 
-    def __init__(self, *, in_the_clear: bool) -> None:
-        self.in_the_clear = in_the_clear
+    def __init__(self) -> None:
         self.said: defaultdict[Kind, list[Header]] = defaultdict(list)
 
     def send(self, to: str, header: Header, payload: Payload = ()) -> None:
@@ -238,15 +237,15 @@ def answering(frames: Sequence[Frame], said: Mapping[Kind, Sequence[Header]]) ->
     ]
 
 
-def stream_of(frames: Sequence[Frame]) -> bytearray:
+def stream_of(frames: Sequence[Frame], *, in_the_clear: bool) -> bytearray:
     stream = bytearray()
     for header, payload in frames:
-        for piece, parts in pieces(header, [memoryview(payload)]):
+        for piece, parts in pieces(header, [memoryview(payload)], sums=in_the_clear):
             stream += piece.pack() + b"".join(parts)
     return stream
 
 
-def broken(chance: random.Random, frames: Sequence[Frame]) -> bytes:
+def broken(chance: random.Random, frames: Sequence[Frame], *, in_the_clear: bool) -> bytes:
     """As a stream: all of it or what is of one matter, some frames changed, and then some bytes."""
     matter = chance.choice([READ, READ - STATES - PARCELS, STATES, PARCELS])
     frames = [frame for frame in frames if frame[0].kind in matter]
@@ -278,7 +277,7 @@ def broken(chance: random.Random, frames: Sequence[Frame]) -> bytes:
             case _:
                 cut = chance.choice([payload[:-1], payload + b"x", payload[::-1], b"", chance.randbytes(len(payload))])
                 found[at] = replace(header, length=len(cut)), cut
-    stream = stream_of(found)
+    stream = stream_of(found, in_the_clear=in_the_clear)
     for _ in range(chance.choice([0, 0, 1, 3])):
         at, count = chance.randrange(len(stream)), chance.choice([1, 4, HEADER_BYTES, 1000])
         match chance.randrange(4):
@@ -294,9 +293,9 @@ def broken(chance: random.Random, frames: Sequence[Frame]) -> bytes:
 
 
 @contextlib.contextmanager
-def asking(*, in_the_clear: bool) -> Iterator[tuple[Side, Nowhere, list[Frame]]]:
+def asking() -> Iterator[tuple[Side, Nowhere, list[Frame]]]:
     """A peer that has asked for a state and offered a gradient, and what "b" says then."""
-    frames, side, links = recorded(), Side("a"), Nowhere(in_the_clear=in_the_clear)
+    frames, side, links = recorded(), Side("a"), Nowhere()
     side.start(links, "b")
     try:
         side.contribute(TARGET // 2)
@@ -312,7 +311,7 @@ def announce(side: Side, links: Nowhere, frames: Sequence[Frame], *, in_the_clea
     """What begins a download here, one from here, and a parcel: then this peer takes or has the bytes of all three."""
     first = {header.kind: (header, payload) for header, payload in reversed(frames)}
     begin = [first[kind] for kind in (Kind.STATE, Kind.REQUEST, Kind.OFFERED)]
-    feed(side.driver, stream_of(begin), in_the_clear=in_the_clear)
+    feed(side.driver, stream_of(begin, in_the_clear=in_the_clear), in_the_clear=in_the_clear)
     wait_for(lambda: len(links.said[Kind.REQUEST]) >= 1 + WINDOW, "it asks for ranges")
     wait_for(lambda: links.said[Kind.STATE], "it has described its own state")
     wait_for(lambda: links.said[Kind.RECEIPT], "it asks for chunks")
@@ -321,9 +320,9 @@ def announce(side: Side, links: Nowhere, frames: Sequence[Frame], *, in_the_clea
 @pytest.mark.parametrize("in_the_clear", [False, True])
 def test_what_is_broken_below_is_read_where_it_is_not(in_the_clear: bool) -> None:
     """Frames of every kind: else they would be dropped whatever is in them."""
-    with asking(in_the_clear=in_the_clear) as (side, links, frames):
+    with asking() as (side, links, frames):
         announce(side, links, frames, in_the_clear=in_the_clear)
-        feed(side.driver, stream_of(frames), in_the_clear=in_the_clear)
+        feed(side.driver, stream_of(frames, in_the_clear=in_the_clear), in_the_clear=in_the_clear)
         wait_for(lambda: side.fetched, "it has the state")
         wait_for(lambda: side.trainee.outcomes, "it has handed its gradient over")
         wait_for(lambda: side.trainee.carried, "it carries another one")
@@ -345,8 +344,8 @@ def test_whatever_a_connection_brings_this_peer_trains_on(seed: int, tmp_path: P
     chance, stream = random.Random(seed), b""
     in_the_clear = chance.random() < 0.5
     try:
-        with asking(in_the_clear=in_the_clear) as (side, links, frames):
-            stream = broken(chance, frames)
+        with asking() as (side, links, frames):
+            stream = broken(chance, frames, in_the_clear=in_the_clear)
             if chance.random() < 0.75:
                 announce(side, links, frames, in_the_clear=in_the_clear)
             feed(side.driver, stream, in_the_clear=in_the_clear)

@@ -156,20 +156,21 @@ def town(request: pytest.FixtureRequest) -> Iterator[City]:
     wait_for(lambda: set(threading.enumerate()) <= before, "the threads have ended")
 
 
-def test_frames_arrive_whole_and_in_order_in_both_directions(town: City) -> None:
+@pytest.mark.parametrize("kinds", [(Kind.INPUT, Kind.RESULT), (Kind.PARCEL, Kind.MESSAGE)])
+def test_frames_arrive_whole_and_in_order_in_both_directions(town: City, kinds: tuple[Kind, Kind]) -> None:
     first, second = town.settle("first"), town.settle("second")
     payloads = [os.urandom(size) for size in (0, 1, 100_000, 5 << 20, 17)]
-    for number, payload in enumerate(payloads):
+    for number, payload in enumerate(payloads, 1):
         half = len(payload) // 2
-        parts = (memoryview(payload)[:half], payload[half:])
-        first.send("second", Header(kind=Kind.INPUT, chunk=number, length=len(payload)), parts)
-        second.send("first", Header(kind=Kind.RESULT, chunk=number, length=len(payload)), parts)
-    for name, other, kind in (("second", "first", Kind.INPUT), ("first", "second", Kind.RESULT)):
+        for place, to, kind in ((first, "second", kinds[0]), (second, "first", kinds[1])):
+            parts = (memoryview(payload)[:half], payload[half:]) if kind is Kind.MESSAGE else (payload,)
+            place.send(to, Header(kind=kind, chunk=number, length=len(payload)), parts)
+    for name, other, kind in (("second", "first", kinds[0]), ("first", "second", kinds[1])):
         ledger = town.ledgers[name]
         wait_for(lambda ledger=ledger: len(ledger.frames) == len(payloads), f"{name} has everything")
         assert [payload for _, _, payload in ledger.frames] == payloads
         assert [(peer, header.kind, header.chunk) for peer, header, _ in ledger.frames] == [
-            (other, kind, number) for number in range(len(payloads))
+            (other, kind, number) for number in range(1, len(payloads) + 1)
         ]
 
 
@@ -179,7 +180,7 @@ def test_messages_overtake_chunks_that_wait_and_go_between_the_pieces_of_one(tow
     town.add("slow", slow)
     chunk = os.urandom(LARGEST)
     for number in range(3):
-        first.send("slow", Header(kind=Kind.INPUT, chunk=number, length=len(chunk)), (chunk[:17], chunk[17:]))
+        first.send("slow", Header(kind=Kind.INPUT, chunk=number, length=len(chunk)), (chunk,))
     wait_for(lambda: slow.frames, "the first")
     first.send("slow", Header(kind=Kind.MESSAGE, length=3), (b"now",))  # the second one's first piece is there
     slow.may.set()
@@ -876,11 +877,11 @@ def test_where_there_are_no_threads_a_peer_is_lost_and_found_again(
     first, second = town.settle("first"), town.settle("second")
     made, left = links_module.Outlet, ["second" if how == "sends" else "first"]
 
-    def no_thread(reach: Any, *rest: Any) -> Any:
+    def no_thread(reach: Any, *rest: Any, **options: Any) -> Any:
         if reach.peer in left:
             left.pop()
             raise RuntimeError("can't start new thread")
-        return made(reach, *rest)
+        return made(reach, *rest, **options)
 
     ledger = town.ledgers["first" if how == "sends" else "second"]
     monkeypatch.setattr(links_module, "Outlet", no_thread)

@@ -40,7 +40,7 @@ def pair() -> Iterator[tuple[socket.socket, Reader, Sink]]:
     sink = Sink()
     with one, other:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        yield one, Reader(other, "peer", sink, verifies=True), sink
+        yield one, Reader(other, "peer", sink, verifies=False), sink
 
 
 SIZES = [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]
@@ -124,14 +124,16 @@ def test_a_connection_that_ends_in_a_piece_is_gone(pair: tuple[socket.socket, Re
 
 
 @pytest.mark.parametrize("verifies", [True, False])
-@pytest.mark.parametrize("size", [5, PIECE_BYTES, 2 * PIECE_BYTES + 4096 + 5])
-@pytest.mark.parametrize("most", [4 * ROW_BYTES, PIECE_BYTES])
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("size", [5, PIECE_BYTES, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 4096 + 5])
+@pytest.mark.parametrize("most", [4 * ROW_BYTES, 100_000, PIECE_BYTES])
 @pytest.mark.parametrize("damaged", [None, 0, -1])
 def test_what_was_damaged_on_the_way_is_not_handed_over(
-    size: int, damaged: int | None, most: int, *, verifies: bool
+    size: int, damaged: int | None, most: int, *, sums: bool, verifies: bool
 ) -> None:
     data = bytearray(index * 7 % 251 for index in range(size))
-    header = Header(kind=Kind.RESULT, length=size, checksum=checksum(memoryview(bytes(data))))
+    check = 0 if sums else checksum(memoryview(data))
+    cut = list(pieces(Header(kind=Kind.INPUT, length=size, checksum=check), [data], most, sums=sums))
     if damaged is not None:
         data[damaged] ^= 1
     one, other = socket.socketpair()
@@ -139,7 +141,23 @@ def test_what_was_damaged_on_the_way_is_not_handed_over(
     with one, other:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         reader = Reader(other, "peer", sink, verifies=verifies)
-        for piece in pieces(header, [bytes(data)], most):
+        for piece in cut:
             write(one, *piece)
             reader.read()
-    assert sink.arrivals == [(header, None if verifies and damaged is not None else bytes(data))]
+    ((_, arrived),) = sink.arrivals
+    assert arrived == (None if verifies and damaged is not None else bytes(data))
+
+
+@pytest.mark.parametrize("kind", [Kind.INPUT, Kind.RESULT, Kind.PARCEL, Kind.STATE])
+@pytest.mark.parametrize("size", [5, PIECE_BYTES + 5])
+def test_values_without_a_checksum_are_not_handed_over_where_nothing_else_protects_them(kind: Kind, size: int) -> None:
+    one, other = socket.socketpair()
+    sink = Sink()
+    with one, other:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        reader = Reader(other, "peer", sink, verifies=True)
+        for piece in pieces(Header(kind=kind, length=size), [bytes(size)]):
+            write(one, *piece)
+            reader.read()
+    ((_, arrived),) = sink.arrivals
+    assert arrived == (bytes(size) if kind is Kind.STATE else None)

@@ -16,7 +16,6 @@ from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.actions import SendInput, SendResult
 from lightning_hivemind.engine.native.protocol.lineage import Commit, PeerId
 from lightning_hivemind.engine.native.protocol.trailing import MOST as MOST_LATE
-from lightning_hivemind.engine.native.wire.checksum import checksum
 from lightning_hivemind.engine.native.wire.frames import Header, Kind
 from lightning_hivemind.engine.native.wire.links import Links
 
@@ -167,8 +166,7 @@ class Chunks:
 
 def send_values(links: Links, to: PeerId, kind: Kind, number: bytes, chunk: int, data: memoryview) -> None:
     """Send a peer's values of a chunk, encoded; of the round, or the parcel, with this number."""
-    check = checksum(data) if links.in_the_clear else 0
-    links.send(to, Header(kind=kind, round=number, chunk=chunk, length=len(data), checksum=check), (data,))
+    links.send(to, Header(kind=kind, round=number, chunk=chunk, length=len(data)), (data,))
 
 
 def digest_from_checksum(check: int) -> bytes:

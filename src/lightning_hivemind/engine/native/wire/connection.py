@@ -12,8 +12,8 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_hivemind.engine.native.wire.checksum import ROW_BYTES
-from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, more
+from lightning_hivemind.engine.native.wire.checksum import Checksum, checksum
+from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, VALUES, Header, more
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.engine.native.wire.speed import Sent, line_of, sent, silent_s
 from lightning_hivemind.network.inherited import not_inherited
@@ -71,7 +71,7 @@ class Follower:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._seen, self._lost, self._thin = sent(sock), 0, False
-        #: of the pieces in which something long is written; whole rows of a checksum
+        #: of the pieces in which something long is written
         self.piece_bytes = PIECE_BYTES
 
     def look(self) -> None:
@@ -82,8 +82,7 @@ class Follower:
         self._seen = now
         rate = (now.arrived - before.arrived) / max(now.busy_s - before.busy_s, 1e-3)
         self._choose_control(rate)
-        size = int(PIECE_S * rate) // ROW_BYTES * ROW_BYTES
-        size = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, size))
+        size = min(PIECE_BYTES, max(LEAST_PIECE_BYTES, int(PIECE_S * rate)))
         if size != self.piece_bytes:
             self.piece_bytes = size
             _hold_at_most(self._sock, size)
@@ -171,24 +170,34 @@ def write(sock: socket.socket, header: Header, payload: Payload = ()) -> None:
             left[0] = memoryview(left[0])[count:]
 
 
-def pieces(header: Header, payload: Payload, most: int = PIECE_BYTES) -> Iterator[tuple[Header, Payload]]:
-    """A frame as it is written: a long one in pieces of ``most`` bytes behind it, between which messages may go."""
+def pieces(
+    header: Header, payload: Payload, most: int = PIECE_BYTES, *, sums: bool = False
+) -> Iterator[tuple[Header, Payload]]:
+    """A frame as it is written: a long one in pieces of ``most`` bytes behind it, between which messages may go.
+
+    ``sums``: values (of one part) with their checksum, in the last header if it is not in the first. Each piece is
+    added to it just after it was written, while it is in the processor's cache.
+    """
+    sums = sums and header.kind in VALUES and not header.checksum
     if header.length <= most:
-        yield header, payload
+        yield (replace(header, checksum=checksum(memoryview(payload[0]))) if sums else header), payload
         return
     yield replace(header, in_pieces=True), ()
+    check = Checksum(memoryview(payload[0])) if sums else None
     piece: list[memoryview] = []
-    room = most
+    room, end = most, 0
     for part in payload:
         left = memoryview(part)
         while left:
             piece.append(left[:room])
+            end += len(piece[-1])
             room, left = room - len(piece[-1]), left[room:]
-            if not room:
-                yield more(most), piece
+            is_last = end == header.length
+            if is_last or not room:
+                yield more(most - room, check.value if check is not None and is_last else 0), piece
                 piece, room = [], most
-    if piece:
-        yield more(most - room), piece
+                if check is not None:
+                    check.look(end)
 
 
 def receive(sock: socket.socket, memory: memoryview) -> int:

@@ -41,6 +41,10 @@ class Kind(IntEnum):
     REVERSED = 8  #: as HELLO, of a peer that cannot be dialled: it is the other end that sends on this connection
 
 
+#: what a round averages, encoded
+VALUES = frozenset({Kind.INPUT, Kind.RESULT, Kind.PARCEL})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
     """What is known of a frame before its bytes are there.
@@ -50,7 +54,8 @@ class Header:
         chunk, version: of the chunk and of the plan.
         length: bytes that follow.
         in_pieces: they do so in pieces (:data:`Kind.MORE`), of which each has a header of its own.
-        checksum: of them, in results, of whose digest it is a part; in the clear also in inputs, and verified. 0: none.
+        checksum: of them, in results, of whose digest it is a part. In the clear of all that is :data:`VALUES`, and
+            verified: of what comes in pieces it may be in the last one's header instead. 0: none, or 0.
     """
 
     kind: Kind
@@ -101,6 +106,6 @@ def _read(data: bytes) -> Header:
 
 
 @lru_cache(maxsize=64)
-def more(length: int) -> Header:
-    """Of a piece."""
-    return Header(kind=Kind.MORE, length=length)
+def more(length: int, check: int = 0) -> Header:
+    """Of a piece; the last one may have the checksum of all of them."""
+    return Header(kind=Kind.MORE, length=length, checksum=check)

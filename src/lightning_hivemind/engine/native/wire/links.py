@@ -58,7 +58,7 @@ class Links:
     """Sends frames to peers by id, and hands over what they send.
 
     Args:
-        certificate: None sends everything in the clear.
+        certificate: None sends everything in the clear, where nothing but TCP's own checksum, of 16 bits, protects it.
         introduce: see :data:`.sink.Introduce`.
         stream: see :data:`.sink.OpenStream`; the last way, tried where no other leads to a peer that libp2p reaches.
         detect_s: a peer that sends nothing for so long is lost.
@@ -205,7 +205,7 @@ class Links:
         """A connection of a known peer, to its end."""
         assert inlet.peer is not None
         try:
-            reader = Reader(inlet.sock, inlet.peer, self._sink, verifies=self.in_the_clear)
+            reader = Reader(inlet.sock, inlet.peer, self._sink, verifies=self._certificate is None)
             while True:
                 reader.read()
         except Exception as error:
@@ -289,11 +289,6 @@ class Links:
             outlet.send(header, payload)
 
     @property
-    def in_the_clear(self) -> bool:
-        """Nothing but TCP's own checksum, of 16 bits, protects what is sent."""
-        return self._certificate is None
-
-    @property
     def upload_rate(self) -> float:
         """Bytes per second that this peer can send, as far as was seen; see :mod:`.speed`. From one thread only."""
         return self._speed.of_line(self._in_use.values())
@@ -357,7 +352,9 @@ class Links:
                     listens=self._listener is not None,
                     way=self._ways.pop(peer, Way.DIAL),
                 )
-                outlet = self._outlets[peer] = Outlet(reach, self._outlet_lost, lambda: len(self._outlets))
+                outlet = self._outlets[peer] = Outlet(
+                    reach, self._outlet_lost, lambda: len(self._outlets), sums=self._certificate is None
+                )
             return outlet
 
     def _introduced(self, peer: PeerId, dials: bool) -> Introduction:

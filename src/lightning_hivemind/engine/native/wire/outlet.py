@@ -22,7 +22,7 @@ from lightning_hivemind.engine.native.wire.connection import (
     why,
     write,
 )
-from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, VALUES, Header, Kind
 from lightning_hivemind.engine.native.wire.lanes import Lanes
 from lightning_hivemind.engine.native.wire.reach import Gone, Reach
 from lightning_hivemind.engine.native.wire.sink import Payload
@@ -53,10 +53,13 @@ class Outlet:
     Args:
         reach: makes the connections; this outlet closes it.
         outlets: how many peers this one sends to.
+        sums: values are sent with their checksum.
     """
 
-    def __init__(self, reach: Reach, lost: Callable[[Outlet, str], None], outlets: Callable[[], int]) -> None:
-        self.peer, self.reach, self._lost = reach.peer, reach, lost
+    def __init__(
+        self, reach: Reach, lost: Callable[[Outlet, str], None], outlets: Callable[[], int], *, sums: bool = False
+    ) -> None:
+        self.peer, self.reach, self._lost, self._sums = reach.peer, reach, lost, sums
         self._urgent, self._urgent_bytes = deque[Frame](), 0
         self._chunks: deque[Frame] = deque()
         self._ranges: deque[Frame] = deque()
@@ -173,8 +176,8 @@ class Outlet:
                     line.look()
                     self._lanes.open_more(sock)
                 waits = self._queue_of(header) is not self._urgent
-                for piece in pieces(header, payload, line.piece_bytes if waits else PIECE_BYTES):
-                    while waits and (message := self._message()) is not None:
+                for piece in pieces(header, payload, line.piece_bytes if waits else PIECE_BYTES, sums=self._sums):
+                    while waits and self._urgent and (message := self._message()) is not None:
                         write(sock, *message)
                     write(sock, *piece)
         except OSError as error:  # connected again, or found to be gone, by the caller
@@ -191,7 +194,7 @@ class Outlet:
             while not self.reach.closed:
                 header, payload = self._next_long(header)
                 line.look()
-                for piece in pieces(header, payload):
+                for piece in pieces(header, payload, sums=self._sums):
                     write(sock, *piece)
         except OSError as error:
             log.debug("a further connection to %s broke: %s", self.reach.peer, why(error))
@@ -227,7 +230,7 @@ class Outlet:
         return queue
 
     def _queue_of(self, header: Header) -> deque[Frame]:
-        if header.kind in (Kind.INPUT, Kind.RESULT, Kind.PARCEL):
+        if header.kind in VALUES:
             return self._chunks
         is_long = header.chunk or header.length > PIECE_BYTES
         return self._ranges if header.kind is Kind.STATE and is_long else self._urgent

@@ -7,9 +7,9 @@ import socket
 import time
 from dataclasses import dataclass, replace
 
-from lightning_hivemind.engine.native.wire.checksum import checksum
+from lightning_hivemind.engine.native.wire.checksum import Checksum
 from lightning_hivemind.engine.native.wire.connection import DRAIN_BYTES, read_exactly, receive
-from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, Header, Kind
+from lightning_hivemind.engine.native.wire.frames import HEADER_BYTES, PIECE_BYTES, VALUES, Header, Kind
 from lightning_hivemind.engine.native.wire.sink import PeerId, Sink
 from lightning_hivemind.errors import WireError
 
@@ -27,7 +27,7 @@ class _Frame:
     room: memoryview | None
     position: int = 0
     told: float = 0.0
-    check: int = 0
+    check: Checksum | None = None
 
     @property
     def left(self) -> int:
@@ -38,7 +38,7 @@ class Reader:
     """See the module. Used by one thread.
 
     Args:
-        verifies: frames with a checksum are only handed over if it is theirs: nothing else protects them.
+        verifies: values are only handed over if their checksum is theirs: nothing else protects them.
     """
 
     def __init__(self, sock: socket.socket, peer: PeerId, sink: Sink, *, verifies: bool) -> None:
@@ -62,7 +62,7 @@ class Reader:
             long = self._long
             if long is None or header.in_pieces or not 0 < header.length <= min(long.left, PIECE_BYTES):
                 raise WireError("a piece of a frame that was not begun, or is whole")
-            self._fill(long, header.length)
+            self._fill(long, header.length, header.checksum)
             return
         if in_pieces := header.in_pieces:
             if self._long is not None:
@@ -74,22 +74,24 @@ class Reader:
         if room is not None and len(room) != header.length:
             raise WireError(f"a frame of {header.length} bytes where {len(room)} belong")
         frame = _Frame(header, room)
+        if self._verifies and room is not None and header.kind in VALUES:
+            frame.check = Checksum(room)
         if in_pieces:
             self._long = frame
         self._fill(frame, 0 if in_pieces else header.length)
 
-    def _fill(self, frame: _Frame, count: int) -> None:
-        """The next ``count`` bytes of it."""
-        begin, end = frame.position, frame.position + count
+    def _fill(self, frame: _Frame, count: int, check: int = 0) -> None:
+        """The next ``count`` bytes of it; ``check``: of all of it, if not in its own header."""
+        end = frame.position + count
         while frame.position < end:
             target = frame.room[frame.position : end] if frame.room is not None else self._scratch
             frame.position += receive(self._sock, target[: end - frame.position])
             if (now := time.monotonic()) >= frame.told + TOLD_S:
                 frame.told = now
                 self._sink.moved(self._peer, frame.header)
-        if frame.room is not None and self._verifies and frame.header.checksum:
-            frame.check = checksum(frame.room[begin:end], frame.check)  # now, while it is in the processor's cache
-            if not frame.left and frame.check != frame.header.checksum:
+        if frame.check is not None:
+            frame.check.look(end)  # now, while it is in the processor's cache
+            if not frame.left and frame.check.value != (check or frame.header.checksum):
                 log.warning("a chunk of peer %s was damaged on the way, and is asked for again", self._peer)
                 frame.room = None
         if not frame.left:
