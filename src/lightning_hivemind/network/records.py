@@ -35,8 +35,8 @@ MAX_PEERS = 4096
 _MAX_EXPIRATION_S = 3600.0
 _MAX_ITEMS = 128
 _MAX_DEPTH = 4
-#: Overwrites a record until it expires: its peer has left.
 _POLL_S = 0.1
+#: Overwrites a record until it expires: its peer has left.
 _WITHDRAWN = b""
 SEAL_BYTES = 16
 
@@ -144,7 +144,7 @@ class PeerRecords:
                 self._dirty = False
             if closing:
                 if own or self._last_expiration:
-                    self._store(_WITHDRAWN, timeout_s=self._closed_by - time.monotonic())
+                    self._store(_WITHDRAWN, timeout_s=self._closed_by - time.monotonic(), withdraws=True)
                 return
             stored = not store or self._store(pack_record(own), timeout_s=self.expiration_s)
             if self._closing:
@@ -159,14 +159,15 @@ class PeerRecords:
             self._tell_trouble(not (stored and fetched))
             due = time.monotonic() + self.refresh_s
 
-    def _store(self, value: bytes, timeout_s: float) -> bool:
+    def _store(self, value: bytes, timeout_s: float, *, withdraws: bool = False) -> bool:
         # The DHT keeps of two values the one that expires later: each store must be later than the one before.
         now = get_dht_time()
         expires = max(now + self.expiration_s, self._last_expiration + 0.001)
         self._last_expiration = expires
         self._tell_clock(expires - now)
         sealed = seal(self._key, self._peer_id, value, expires) + value
-        return bool(self._ask("store", timeout_s, self._key, sealed, expires, subkey=self._peer_id))
+        given = self._key, sealed, expires
+        return bool(self._ask("store", timeout_s, *given, subkey=self._peer_id, withdraws=withdraws))
 
     def _fetch(self, timeout_s: float) -> bool:
         failed = object()
@@ -210,31 +211,45 @@ class PeerRecords:
             self._report_malformed(peer, str(error))
             return None
 
-    def _ask(self, method: str, timeout_s: float, *args: Any, otherwise: object = None, **options: Any) -> Any:
+    def _ask(
+        self,
+        method: str,
+        timeout_s: float,
+        *args: Any,
+        otherwise: object = None,
+        withdraws: bool = False,
+        **options: Any,
+    ) -> Any:
         """Call the DHT with a deadline; ``otherwise`` on any trouble, which ends here as the class promises."""
         try:
+            if not self._dht.is_alive():  # what is sent to it would stay in the pipe, until that is full
+                return otherwise
             future = getattr(self._dht, method)(*args, return_future=True, **options)
-            return self._result(future, timeout_s)
+            return self._result(future, timeout_s, withdraws=withdraws)
         except Exception as error:  # pipes, futures, and whatever hivemind raised in its process
             log.debug("records: %s failed: %r", method, error)
             return otherwise
 
-    def _result(self, future: Any, timeout_s: float) -> Any:
+    def _result(self, future: Any, timeout_s: float, *, withdraws: bool) -> Any:
         """The future's result, given up when the deadline is over, the DHT process is gone, or :meth:`close` waits.
 
         After :meth:`close` no thread may be here any more: what hivemind keeps of a future is a tensor of torch, and a
         thread that looks at it when Python ends aborts the process.
         """
         deadline = time.monotonic() + timeout_s
-        closing_at_start = self._closing
         while True:
             try:
                 return future.result(timeout=max(0.0, min(_POLL_S, deadline - time.monotonic())))
             except concurrent.futures.TimeoutError:
-                if time.monotonic() >= deadline or (self._closing and not closing_at_start) or not self._dht.is_alive():
+                if future.done():  # meanwhile, or that was the answer
+                    return future.result()
+                given_up = (self._closing and not withdraws) or not self._dht.is_alive()
+                if given_up or time.monotonic() >= deadline:
                     raise
 
     def _tell_trouble(self, trouble: bool) -> None:
+        if self._closing:  # it was given up for that
+            return
         if trouble and not self._trouble:
             log.warning("the DHT does not take or give peer records; retrying every %.0f s", self.refresh_s)
         elif self._trouble and not trouble:

@@ -113,6 +113,20 @@ def test_vectors_beside_a_gpu_are_pinned_until_they_go_back_to_the_system(monkey
     assert not runtime.pinned
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 4000])
+def test_a_vector_beside_a_gpu_stays_pinned_while_anybody_looks_at_it(
+    kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime(room=1 << 30)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    part = Memory(kept_bytes, pinned=True).floats(1000)[100:200]
+    gc.collect()
+    assert list(runtime.pinned) == [part.data_ptr() - 400]
+    del part
+    gc.collect()
+    assert not runtime.pinned
+
+
 def test_where_no_more_can_be_pinned_it_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

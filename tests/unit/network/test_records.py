@@ -166,8 +166,7 @@ def test_network_trouble_blocks_and_raises_nothing_and_ends_by_itself(
     assert "retrying" in warnings[0].getMessage()
 
 
-@pytest.mark.parametrize("mode", ["silent", "gone"])
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize(("mode", "asked"), [("silent", False), ("silent", True), ("gone", False)])
 def test_close_leaves_no_thread_though_the_dht_does_not_answer(mode: str, asked: bool, dht: MemoryDHT) -> None:
     """A thread that looks at one of hivemind's futures while Python ends aborts the process."""
     records = PeerRecords(dht, "run", ID_A)
@@ -180,6 +179,33 @@ def test_close_leaves_no_thread_though_the_dht_does_not_answer(mode: str, asked:
         assert dht.called.wait(TIMEOUT_S)
     records.close(timeout_s=1.0)
     assert not records._thread.is_alive()
+
+
+def test_close_that_comes_while_something_is_sent_to_the_dht_leaves_no_thread(dht: MemoryDHT) -> None:
+    records = PeerRecords(dht, "run", ID_A)
+    assert records.refresh(TIMEOUT_S)
+    dht.mode, answer = "silent", dht._answer
+
+    def closes(value: object) -> Future[Any]:
+        records._closing, records._closed_by = True, time.monotonic() + 0.2
+        return answer(value)
+
+    dht._answer = closes  # type: ignore[method-assign]
+    records.publish(a=1)
+    records._thread.join(2.0)
+    assert not records._thread.is_alive()
+
+
+def test_close_says_nothing_of_trouble(dht: MemoryDHT, caplog: pytest.LogCaptureFixture) -> None:
+    records = PeerRecords(dht, "run", ID_A)
+    assert records.refresh(TIMEOUT_S)
+    dht.mode = "silent"
+    dht.called.clear()
+    records.publish(a=1)
+    assert dht.called.wait(TIMEOUT_S)
+    records.close(timeout_s=1.0)
+    assert not records._thread.is_alive()
+    assert not caplog.messages
 
 
 def test_a_dht_process_that_is_gone_is_not_waited_for(dht: MemoryDHT, caplog: pytest.LogCaptureFixture) -> None:

@@ -133,7 +133,8 @@ def test_what_was_damaged_on_the_way_is_not_handed_over(
 ) -> None:
     data = bytearray(index * 7 % 251 for index in range(size))
     check = 0 if sums else checksum(memoryview(data))
-    cut = list(pieces(Header(kind=Kind.INPUT, length=size, checksum=check), [data], most, sums=sums))
+    asked = Header(kind=Kind.INPUT, chunk=3, length=size, checksum=check)
+    cut = list(pieces(asked, [data], most, sums=sums))
     if damaged is not None:
         data[damaged] ^= 1
     one, other = socket.socketpair()
@@ -144,8 +145,24 @@ def test_what_was_damaged_on_the_way_is_not_handed_over(
         for piece in cut:
             write(one, *piece)
             reader.read()
-    ((_, arrived),) = sink.arrivals
+    ((header, arrived),) = sink.arrivals
     assert arrived == (None if verifies and damaged is not None else bytes(data))
+    assert replace(header, checksum=check) == asked
+
+
+def test_the_checksum_of_the_frame_is_the_one_that_counts() -> None:
+    """A result's digest is made of it: what is handed over must be what it says."""
+    one, other = socket.socketpair()
+    sink, data = Sink(), bytes(PIECE_BYTES + 1)
+    with one, other:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        reader = Reader(other, "peer", sink, verifies=True)
+        header = Header(kind=Kind.RESULT, length=len(data), checksum=1 ^ checksum(memoryview(data)))
+        begins, first, (last, rest) = pieces(header, [data])
+        for piece in (begins, first, (replace(last, checksum=checksum(memoryview(data))), rest)):
+            write(one, *piece)
+            reader.read()
+    assert sink.arrivals == [(header, None)]
 
 
 @pytest.mark.parametrize("kind", [Kind.INPUT, Kind.RESULT, Kind.PARCEL, Kind.STATE])

@@ -28,7 +28,8 @@ _DONT_NEED = 4
 
 class _Lease(weakref.ref[Any]):
     """Of a piece that somebody uses. That nobody does any more is noted without a line of Python: an interrupt that
-    comes in the meantime would be raised in that line, and Python drops what is raised where an object ends.
+    comes in the meantime would be raised in that line, and Python drops what is raised where an object ends. (Pinned
+    memory that goes back to the system does run one: seldom.)
     """
 
     __slots__ = ("piece", "pinned")
@@ -38,7 +39,7 @@ class _Lease(weakref.ref[Any]):
 
 
 class Memory:
-    """Hands out pieces, and takes each back by itself once nothing refers to it any more. Thread-safe.
+    """Hands out pieces, and takes those back that nothing refers to any more. Thread-safe.
 
     Args:
         kept_bytes: of pieces that nobody uses; what is more goes back to the system, when a piece is asked for next.
@@ -74,10 +75,11 @@ class Memory:
 
     def _piece(self, count: int, *, pinned: bool) -> Tensor:
         with self._lock:
-            self._collect()
+            left = self._collect()
             pieces = self._free[count, pinned]
             piece = pieces.pop() if pieces else None
             self._free_bytes -= count if piece is not None else 0
+        _return(left)
         if piece is None and pinned:
             with torch.cuda.device(self._device) if self._device is not None else contextlib.nullcontext():
                 piece = pinned_piece(count)
@@ -99,21 +101,27 @@ class Memory:
         if pieces and not self._pinned:
             begin, length = _pages(memory[pieces * count :])
             advise_memory(begin, length, _DONT_NEED)  # else a piece would keep all of it
+            given = [memory.numpy()[start : start + count] for start in range(0, pieces * count, count)]
             with self._lock:
-                for start in range(0, pieces * count, count):
-                    self._take_back(memory.numpy()[start : start + count], pinned=False)
+                left = [(piece, False) for piece in given if not self._keeps(piece, pinned=False)]
+            _return(left)
 
-    def _collect(self) -> None:
-        """Take back what nobody uses any more."""
-        while self._ended:
-            lease = self._leases.pop(id(self._ended.popleft()))
-            self._take_back(lease.piece, pinned=lease.pinned)
+    def _collect(self) -> list[tuple[Any, bool]]:
+        """Take back what nobody uses any more; returns, of that, what is too much, and whether it is pinned."""
+        ended = [self._leases.pop(id(self._ended.popleft())) for _ in range(len(self._ended))]
+        return [(one.piece, one.pinned) for one in ended if not self._keeps(one.piece, pinned=one.pinned)]
 
-    def _take_back(self, piece: Any, *, pinned: bool) -> None:
-        if self._free_bytes + piece.nbytes <= self.kept_bytes:
-            self._free[piece.nbytes, pinned].append(piece)
-            self._free_bytes += piece.nbytes
-            return
+    def _keeps(self, piece: Any, *, pinned: bool) -> bool:
+        if self._free_bytes + piece.nbytes > self.kept_bytes:
+            return False
+        self._free[piece.nbytes, pinned].append(piece)
+        self._free_bytes += piece.nbytes
+        return True
+
+
+def _return(pieces: list[tuple[Any, bool]]) -> None:
+    """To the system, what is too much: pieces, and whether they are pinned."""
+    for piece, pinned in pieces:
         if piece.base is not None and not pinned:  # it may be a part of what others keep
             advise_memory(*_pages(torch.from_numpy(piece)), _DONT_NEED)
 
@@ -130,7 +138,7 @@ def pinned_piece(count: int) -> Any | None:
         with contextlib.suppress(RuntimeError, AssertionError):  # the error stays until something is told it
             torch.zeros(1, dtype=torch.uint8, device="cuda")
         return None
-    weakref.finalize(piece, runtime.cudaHostUnregister, address).atexit = False
+    weakref.finalize(room, runtime.cudaHostUnregister, address).atexit = False  # all that shares its memory keeps it
     return piece
 
 

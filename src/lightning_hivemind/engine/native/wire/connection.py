@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_hivemind.engine.native.wire.checksum import Checksum, checksum
+from lightning_hivemind.engine.native.wire.checksum import Checksum
 from lightning_hivemind.engine.native.wire.frames import PIECE_BYTES, VALUES, Header, more
 from lightning_hivemind.engine.native.wire.sink import Payload
 from lightning_hivemind.engine.native.wire.speed import Sent, line_of, sent, silent_s
@@ -178,12 +178,14 @@ def pieces(
     ``sums``: values (of one part) with their checksum, in the last header if it is not in the first. Each piece is
     added to it just after it was written, while it is in the processor's cache.
     """
-    sums = sums and header.kind in VALUES and not header.checksum
+    check: Checksum | None = None
+    if sums and header.kind in VALUES and not header.checksum:
+        (values,) = payload
+        check = Checksum(memoryview(values))
     if header.length <= most:
-        yield (replace(header, checksum=checksum(memoryview(payload[0]))) if sums else header), payload
+        yield (header if check is None else replace(header, checksum=check.value)), payload
         return
     yield replace(header, in_pieces=True), ()
-    check = Checksum(memoryview(payload[0])) if sums else None
     piece: list[memoryview] = []
     room, end = most, 0
     for part in payload:
@@ -198,6 +200,8 @@ def pieces(
                 piece, room = [], most
                 if check is not None:
                     check.look(end)
+    if piece:  # there is more than the header says: the other end refuses it
+        yield more(most - room), piece
 
 
 def receive(sock: socket.socket, memory: memoryview) -> int:

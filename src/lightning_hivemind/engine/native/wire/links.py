@@ -58,7 +58,7 @@ class Links:
     """Sends frames to peers by id, and hands over what they send.
 
     Args:
-        certificate: None sends everything in the clear, where nothing but TCP's own checksum, of 16 bits, protects it.
+        certificate: None sends everything in the clear, values with a checksum: TCP's own has 16 bits.
         introduce: see :data:`.sink.Introduce`.
         stream: see :data:`.sink.OpenStream`; the last way, tried where no other leads to a peer that libp2p reaches.
         detect_s: a peer that sends nothing for so long is lost.

@@ -81,7 +81,7 @@ class Reader:
         self._fill(frame, 0 if in_pieces else header.length)
 
     def _fill(self, frame: _Frame, count: int, check: int = 0) -> None:
-        """The next ``count`` bytes of it; ``check``: of all of it, if not in its own header."""
+        """The next ``count`` bytes of it; ``check``: the checksum of all of it, if its own header has none."""
         end = frame.position + count
         while frame.position < end:
             target = frame.room[frame.position : end] if frame.room is not None else self._scratch
@@ -91,7 +91,7 @@ class Reader:
                 self._sink.moved(self._peer, frame.header)
         if frame.check is not None:
             frame.check.look(end)  # now, while it is in the processor's cache
-            if not frame.left and frame.check.value != (check or frame.header.checksum):
+            if not frame.left and frame.check.value != (frame.header.checksum or check):
                 log.warning("a chunk of peer %s was damaged on the way, and is asked for again", self._peer)
                 frame.room = None
         if not frame.left:
