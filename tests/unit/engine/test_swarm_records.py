@@ -32,6 +32,9 @@ class MemoryDHT:
         self.together: threading.Barrier | None = None
         self._looked = threading.local()
 
+    def is_alive(self) -> bool:
+        return True
+
     def store(self, key: str, value: bytes, expiration: float, subkey: str, return_future: bool) -> Future[Any]:
         self.entries[subkey] = ValueWithExpiration(value, expiration)
         return answer(True)
