@@ -80,6 +80,7 @@ class PeerRecords:
         self._wanted = 0
         self._closing = False
         self._closed_by = 0.0
+        self._withdraws = False
         self._last_expiration = 0.0
         self._trouble = self._clock_told = False
         self._malformed: set[str] = set()
@@ -144,7 +145,8 @@ class PeerRecords:
                 self._dirty = False
             if closing:
                 if own or self._last_expiration:
-                    self._store(_WITHDRAWN, timeout_s=self._closed_by - time.monotonic(), withdraws=True)
+                    self._withdraws = True
+                    self._store(_WITHDRAWN, timeout_s=self._closed_by - time.monotonic())
                 return
             stored = not store or self._store(pack_record(own), timeout_s=self.expiration_s)
             if self._closing:
@@ -159,15 +161,14 @@ class PeerRecords:
             self._tell_trouble(not (stored and fetched))
             due = time.monotonic() + self.refresh_s
 
-    def _store(self, value: bytes, timeout_s: float, *, withdraws: bool = False) -> bool:
+    def _store(self, value: bytes, timeout_s: float) -> bool:
         # The DHT keeps of two values the one that expires later: each store must be later than the one before.
         now = get_dht_time()
         expires = max(now + self.expiration_s, self._last_expiration + 0.001)
         self._last_expiration = expires
         self._tell_clock(expires - now)
         sealed = seal(self._key, self._peer_id, value, expires) + value
-        given = self._key, sealed, expires
-        return bool(self._ask("store", timeout_s, *given, subkey=self._peer_id, withdraws=withdraws))
+        return bool(self._ask("store", timeout_s, self._key, sealed, expires, subkey=self._peer_id))
 
     def _fetch(self, timeout_s: float) -> bool:
         failed = object()
@@ -211,26 +212,18 @@ class PeerRecords:
             self._report_malformed(peer, str(error))
             return None
 
-    def _ask(
-        self,
-        method: str,
-        timeout_s: float,
-        *args: Any,
-        otherwise: object = None,
-        withdraws: bool = False,
-        **options: Any,
-    ) -> Any:
+    def _ask(self, method: str, timeout_s: float, *args: Any, otherwise: object = None, **options: Any) -> Any:
         """Call the DHT with a deadline; ``otherwise`` on any trouble, which ends here as the class promises."""
         try:
             if not self._dht.is_alive():  # what is sent to it would stay in the pipe, until that is full
                 return otherwise
             future = getattr(self._dht, method)(*args, return_future=True, **options)
-            return self._result(future, timeout_s, withdraws=withdraws)
+            return self._result(future, timeout_s)
         except Exception as error:  # pipes, futures, and whatever hivemind raised in its process
             log.debug("records: %s failed: %r", method, error)
             return otherwise
 
-    def _result(self, future: Any, timeout_s: float, *, withdraws: bool) -> Any:
+    def _result(self, future: Any, timeout_s: float) -> Any:
         """The future's result, given up when the deadline is over, the DHT process is gone, or :meth:`close` waits.
 
         After :meth:`close` no thread may be here any more: what hivemind keeps of a future is a tensor of torch, and a
@@ -243,7 +236,7 @@ class PeerRecords:
             except concurrent.futures.TimeoutError:
                 if future.done():  # meanwhile, or that was the answer
                     return future.result()
-                given_up = (self._closing and not withdraws) or not self._dht.is_alive()
+                given_up = (self._closing and not self._withdraws) or not self._dht.is_alive()
                 if given_up or time.monotonic() >= deadline:
                     raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,13 +35,19 @@ class Sink:
         raise AssertionError
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[socket.socket, Reader, Sink]]:
+@contextlib.contextmanager
+def connected(*, verifies: bool) -> Iterator[tuple[socket.socket, Reader, Sink]]:
     one, other = socket.socketpair()
     sink = Sink()
     with one, other:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        yield one, Reader(other, "peer", sink, verifies=False), sink
+        yield one, Reader(other, "peer", sink, verifies=verifies), sink
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, Reader, Sink]]:
+    with connected(verifies=False) as found:
+        yield found
 
 
 SIZES = [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES]
@@ -137,13 +144,9 @@ def test_what_was_damaged_on_the_way_is_not_handed_over(
     cut = list(pieces(asked, [data], most, sums=sums))
     if damaged is not None:
         data[damaged] ^= 1
-    one, other = socket.socketpair()
-    sink = Sink()
-    with one, other:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        reader = Reader(other, "peer", sink, verifies=verifies)
+    with connected(verifies=verifies) as (sock, reader, sink):
         for piece in cut:
-            write(one, *piece)
+            write(sock, *piece)
             reader.read()
     ((header, arrived),) = sink.arrivals
     assert arrived == (None if verifies and damaged is not None else bytes(data))
@@ -152,15 +155,12 @@ def test_what_was_damaged_on_the_way_is_not_handed_over(
 
 def test_the_checksum_of_the_frame_is_the_one_that_counts() -> None:
     """A result's digest is made of it: what is handed over must be what it says."""
-    one, other = socket.socketpair()
-    sink, data = Sink(), bytes(PIECE_BYTES + 1)
-    with one, other:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        reader = Reader(other, "peer", sink, verifies=True)
-        header = Header(kind=Kind.RESULT, length=len(data), checksum=1 ^ checksum(memoryview(data)))
-        begins, first, (last, rest) = pieces(header, [data])
+    data = bytes(PIECE_BYTES + 1)
+    header = Header(kind=Kind.RESULT, length=len(data), checksum=1 ^ checksum(memoryview(data)))
+    begins, first, (last, rest) = pieces(header, [data])
+    with connected(verifies=True) as (sock, reader, sink):
         for piece in (begins, first, (replace(last, checksum=checksum(memoryview(data))), rest)):
-            write(one, *piece)
+            write(sock, *piece)
             reader.read()
     assert sink.arrivals == [(header, None)]
 
@@ -168,13 +168,9 @@ def test_the_checksum_of_the_frame_is_the_one_that_counts() -> None:
 @pytest.mark.parametrize("kind", [Kind.INPUT, Kind.RESULT, Kind.PARCEL, Kind.STATE])
 @pytest.mark.parametrize("size", [5, PIECE_BYTES + 5])
 def test_values_without_a_checksum_are_not_handed_over_where_nothing_else_protects_them(kind: Kind, size: int) -> None:
-    one, other = socket.socketpair()
-    sink = Sink()
-    with one, other:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        reader = Reader(other, "peer", sink, verifies=True)
+    with connected(verifies=True) as (sock, reader, sink):
         for piece in pieces(Header(kind=kind, length=size), [bytes(size)]):
-            write(one, *piece)
+            write(sock, *piece)
             reader.read()
     ((_, arrived),) = sink.arrivals
     assert arrived == (bytes(size) if kind is Kind.STATE else None)

@@ -103,15 +103,16 @@ class Memory:
             advise_memory(begin, length, _DONT_NEED)  # else a piece would keep all of it
             given = [memory.numpy()[start : start + count] for start in range(0, pieces * count, count)]
             with self._lock:
-                left = [(piece, False) for piece in given if not self._keeps(piece, pinned=False)]
+                left = [(piece, False) for piece in given if not self._keep(piece, pinned=False)]
             _return(left)
 
     def _collect(self) -> list[tuple[Any, bool]]:
         """Take back what nobody uses any more; returns, of that, what is too much, and whether it is pinned."""
         ended = [self._leases.pop(id(self._ended.popleft())) for _ in range(len(self._ended))]
-        return [(one.piece, one.pinned) for one in ended if not self._keeps(one.piece, pinned=one.pinned)]
+        return [(one.piece, one.pinned) for one in ended if not self._keep(one.piece, pinned=one.pinned)]
 
-    def _keeps(self, piece: Any, *, pinned: bool) -> bool:
+    def _keep(self, piece: Any, *, pinned: bool) -> bool:
+        """Take it back, unless it is too much; returns whether."""
         if self._free_bytes + piece.nbytes > self.kept_bytes:
             return False
         self._free[piece.nbytes, pinned].append(piece)

@@ -55,7 +55,7 @@ class Header:
         length: bytes that follow.
         in_pieces: they do so in pieces (:data:`Kind.MORE`), of which each has a header of its own.
         checksum: of them, in results, of whose digest it is a part. In the clear of all that is :data:`VALUES`, and
-            verified: of what comes in pieces it may be in the last one's header instead. 0: none, or 0.
+            verified: of what comes in pieces it may be in the last one's header instead. 0: none, or it is 0.
     """
 
     kind: Kind

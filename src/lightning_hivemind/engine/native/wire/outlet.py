@@ -57,7 +57,7 @@ class Outlet:
     """
 
     def __init__(
-        self, reach: Reach, lost: Callable[[Outlet, str], None], outlets: Callable[[], int], *, sums: bool = False
+        self, reach: Reach, lost: Callable[[Outlet, str], None], outlets: Callable[[], int], *, sums: bool
     ) -> None:
         self.peer, self.reach, self._lost, self._sums = reach.peer, reach, lost, sums
         self._urgent, self._urgent_bytes = deque[Frame](), 0
