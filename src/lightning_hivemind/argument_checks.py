@@ -98,6 +98,15 @@ def one_of(*choices: str) -> Check:
     return check
 
 
+def local_strategy(name: str, value: object) -> Any:
+    """A name or an object; whether it is a strategy's is seen where the Lightning package is known."""
+    if value is None or isinstance(value, (bool, int, float)):
+        raise refusal(
+            name, value, f"{kind_of(value)} is no strategy", 'give a name ("ddp"), a strategy object, or "auto"'
+        )
+    return value
+
+
 def run_name(name: str, value: object) -> str:
     """A name that may be part of a DHT key."""
     fix = f"give a name of 1 to {RUN_ID_MAX_CHARS} characters without '.' and white space, such as 'my_run_1'"

@@ -304,6 +304,7 @@ def _left_out_can_be_sent_later(name: str, values: Values) -> None:
 _ONLY_NATIVE: Mapping[str, tuple[Any, str]] = {
     "max_staleness": (1, 'only engine="native" keeps late gradients'),
     "insecure_lan": (False, "hivemind encrypts everything"),
+    "local_strategy": ("auto", "hivemind's averagers know peers of one process only"),
 }
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.
 #: ``average_state_every`` says how often peers make sure that they are equal (engine/native/agreement.py).

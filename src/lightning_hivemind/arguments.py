@@ -54,6 +54,10 @@ class Arguments:
     """Samples per batch and process. Give it only if the batch is of a type whose size cannot be seen: one that visibly
     holds fewer counts what it holds, a larger one only this number."""
 
+    local_strategy: Any = _argument("auto", check.local_strategy)
+    """How this peer trains on its own devices: what ``Trainer(strategy=...)`` would take, a name or a strategy object
+    with its options. ``"auto"``: DDP if the Trainer has several devices. Peers of one run may have unlike ones."""
+
     engine: str = _argument("native", check.one_of(*ENGINES))
     """What averages; equal on all peers. ``"native"``: rounds of this package's own, after which all peers have the
     same parameters. Set ``"hivemind"``, its averagers, if scripts that use ``hivemind.Optimizer`` take part."""

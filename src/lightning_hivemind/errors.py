@@ -11,6 +11,7 @@
     └── SwarmError (RuntimeError)
         ├── SchemaMismatchError            another peer of this run has another model or engine
         ├── StateError                     no peer's state could be downloaded or used
+        ├── RanksError                     a rank of this peer has ended, or is not where the others are
         ├── NonFiniteGradientsError        many batches in a row gave gradients that are not finite
         └── EngineStuckError               the engine did not come back within its deadline
 
@@ -70,6 +71,10 @@ class SchemaMismatchError(SwarmError):
     Of the model are compared: names, shapes and dtypes of its parameters, which are frozen, how many values its buffers
     and ``extra_tensors`` have, and the class of its optimizer.
     """
+
+
+class RanksError(SwarmError):
+    """A process of this peer has ended, or does something else than the others. The peer ends; the swarm goes on."""
 
 
 class StateError(SwarmError):

@@ -2,8 +2,10 @@
 
 ``lightning.pytorch`` and ``pytorch_lightning`` hold unlike classes of the same names, and are often installed side by
 side. A strategy with a base from both fails in one of them, and importing either for the user's sake may import the
-wrong one. So the strategy is a mixin without a Lightning base; an instance gets the base of the package that the script
-uses when it is constructed (its *twin*), and changes over if a Trainer of the other package takes it.
+wrong one. So the strategy is a mixin without a Lightning base; an instance gets the bases of the package that the
+script uses when it is constructed (its *twin*), and changes over if a Trainer of the other package takes it. In the
+same way it gets the bases of the strategy by which a peer trains on its own devices: Lightning asks a strategy's class
+what it is.
 """
 
 from __future__ import annotations
@@ -63,19 +65,24 @@ class Twinned(ABCMeta):
     #: the mixin that a twin was made of
     mixin: type
 
+    def first_bases(cls, package: str) -> tuple[type, ...]:
+        """Of a twin that is just being constructed: Lightning's ``Strategy`` alone."""
+        base: type = lightning_module(package, "strategies").Strategy
+        return (base,)
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if not cls.package:
-            return twin_of(cls, chosen_package())(*args, **kwargs)
+            package = chosen_package()
+            return twin_of(cls, package, cls.first_bases(package))(*args, **kwargs)
         accept_everywhere(cls)
         return super().__call__(*args, **kwargs)
 
 
 @cache
-def twin_of(cls: type, package: str) -> type:
-    """``cls`` (the mixin, or a user's subclass of it) over ``package``'s ``Strategy``."""
-    base: Any = lightning_module(package, "strategies").Strategy
+def twin_of(cls: type, package: str, bases: tuple[type, ...]) -> type:
+    """``cls`` (the mixin, or a user's subclass of it) over ``bases``, of which the last is one of ``package``."""
     own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "package": package, "mixin": cls}
-    return type(cls.__name__, (cls, base), own)
+    return type(cls.__name__, (cls, *bases), own)
 
 
 def accept_everywhere(*classes: type) -> None:

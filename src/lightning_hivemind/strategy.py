@@ -18,6 +18,7 @@ from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.events import BatchDropped, EventBus
 from lightning_hivemind.lightning_twins import Twinned, accept_everywhere, package_of, twin_of
+from lightning_hivemind.peer.local import Local, chosen, replicated, single
 from lightning_hivemind.platform import require_hivemind
 from lightning_hivemind.subscribers import JsonLinesSubscriber, LogSubscriber, make_log_visible
 from lightning_hivemind.training.samples import count_samples
@@ -59,14 +60,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     # set in the twins, see lightning_twins
     package: str
     mixin: type
-    #: set by Lightning to the devices that the Trainer was given
-    parallel_devices: list[torch.device] | None = None
-    global_rank = 0
-    local_rank = 0
-    node_rank = 0
-    #: set by Lightning to what the Trainer was given
-    num_nodes = 1
-    world_size = 1
+    # of the bases that a twin has
+    cluster_environment: Any
+    global_rank: int
 
     def __init__(
         self,
@@ -106,7 +102,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
             **optimizer_kwargs,
         )
         require_hivemind()
-        super().__init__()
+        self._become(chosen(self.arguments.local_strategy, self.package))
         self.events = EventBus()
         make_log_visible()
         self.events.subscribe(LogSubscriber(verbose=verbose))
@@ -129,19 +125,20 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         package = package_of(accelerator)
         if package is not None and package != self.package:
             # a Trainer of the other Lightning package takes us: become its twin before it goes on
-            self.__class__ = twin_of(self.mixin, package)
-            super().__init__()
+            self._become(chosen(self.arguments.local_strategy, package))
         self._accelerator = accelerator
 
-    @property
-    def root_device(self) -> torch.device:
-        """The one device of this peer."""
-        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0 *of this peer*: every peer writes its own logs and checkpoints."""
-        return True
+    def spread(self) -> None:
+        """``local_strategy="auto"``, and the Trainer has several devices."""
+        self._become(
+            replicated(
+                self.package,
+                accelerator=self._accelerator,
+                precision_plugin=self._precision_plugin,
+                checkpoint_io=self._checkpoint_io,
+                cluster_environment=self.cluster_environment,
+            )
+        )
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -155,8 +152,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         names = {id(buffer): name for name, buffer in self.model.named_buffers()}
         super().setup(trainer)
         # converting and moving a module replaces its buffers: the new ones are meant
+        module: Any = self.lightning_module
         self.extra_tensors = tuple(
-            self.model.get_buffer(names[id(one)]) if id(one) in names else one for one in self.extra_tensors
+            module.get_buffer(names[id(one)]) if id(one) in names else one for one in self.extra_tensors
         )
         if self._session_wanted():
             self._start_swarm(trainer)
@@ -171,10 +169,6 @@ class HivemindStrategy(_Base, metaclass=Twinned):
                 "configure_optimizers returned several optimizers: a swarm trains with exactly one. Put all parameters"
                 " into one optimizer, with param groups for unlike settings."
             ) from None
-
-    def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from a checkpoint of this strategy or of a plain Trainer."""
@@ -192,8 +186,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         """Count the samples of the batch that comes now."""
         session = self._running()
         self._drop_left_out()
-        self._batch_samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)
-        session.begin_batch()
+        samples = 0 if session.auxiliary else count_samples(batch, self.arguments.batch_size)
+        self._batch_samples = session.begin_batch(samples)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # an auxiliary peer helps to average and trains nothing
@@ -230,7 +224,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         self._backwards = 0
 
     def _tell_dropped(self, samples: int, reason: str) -> None:
-        self.events.emit(BatchDropped(epoch=self.global_epoch, samples=samples, reason=reason))
+        if self.is_global_zero:
+            self.events.emit(BatchDropped(epoch=self.global_epoch, samples=samples, reason=reason))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -279,11 +274,16 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     @property
     def dht(self) -> hivemind.DHT:
-        """The running DHT; started now if it was not yet.
+        """The running DHT, of rank 0 of this peer; started now if it was not yet.
 
         Raises:
-            RuntimeError: the fit is over, and nothing would stop another one. The next fit starts it again.
+            RuntimeError: the fit is over, and nothing would stop another one: the next fit starts it again. Or this is
+                another rank.
         """
+        if not self.is_global_zero:
+            raise RuntimeError(
+                f"rank {self.global_rank} of this peer has no DHT, rank 0 has: ask trainer.is_global_zero first"
+            )
         if self._network is None and self._left:
             raise RuntimeError("the DHT was stopped with the end of the fit: read strategy.dht before or during it")
         return self._started_network().dht
@@ -314,22 +314,20 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         """Stop the whole run: every peer ends after the same global step. ``reason`` is logged here."""
         self._running().request_stop(reason)
 
-    # ------------------------------------------------------------------ inside one peer there is one process
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Over the ranks of this peer, of which there is one; over peers: :meth:`swarm_mean`."""
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        return tensor
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Peers never wait for one another outside of rounds."""
-
     # ------------------------------------------------------------------ private
+
+    @classmethod
+    def first_bases(cls, package: str) -> tuple[type, ...]:
+        """Of a strategy that is just being constructed."""
+        return single(package).bases
+
+    def _become(self, local: Local) -> None:
+        """Be a strategy of such a peer."""
+        self.__class__ = twin_of(self.mixin, local.package, local.bases)
+        if local.made is None:
+            super().__init__(**local.settings)
+        else:
+            self.__dict__.update(local.made)
 
     def _session_wanted(self) -> bool:
         if self.lightning_module is None:
@@ -339,10 +337,10 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def _start_swarm(self, trainer: Trainer) -> None:
         session = TrainingSession(self.arguments, self, trainer, self.events)
         session.check()
-        network = self._started_network()
         self._session = session
-        session.start(network)
-        self._announce(network)
+        session.start(self._started_network)
+        if self._network is not None and not self.arguments.client_mode:
+            self._announce(self._network)
 
     def _started_network(self) -> PeerNetwork:
         if self._network is None:
@@ -370,15 +368,14 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def _announce(self, network: PeerNetwork) -> None:
         from lightning_hivemind.network.invitation import invitation
 
-        if not self.arguments.client_mode:
-            text = invitation(
-                network.visible_addresses(), argv=sys.orig_argv, executable=sys.executable, environ=os.environ
-            )
-            try:
-                sys.stdout.write(text + "\n")
-                sys.stdout.flush()
-            except (AttributeError, OSError, ValueError) as error:  # there is none, or it is full, or closed
-                log.warning("the line with which others join could not be printed (%s): %s", error, text)
+        text = invitation(
+            network.visible_addresses(), argv=sys.orig_argv, executable=sys.executable, environ=os.environ
+        )
+        try:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        except (AttributeError, OSError, ValueError) as error:  # there is none, or it is full, or closed
+            log.warning("the line with which others join could not be printed (%s): %s", error, text)
 
     def _running(self) -> TrainingSession:
         if self._session is None:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from swarm.processes import Footprint, descendants, footprint, parent_of, state_of, still_there, wait_until
-from swarm.spec import ENDLESS, PeerSpec
+from swarm.spec import ENDLESS, PeerSpec, file_of
 
 #: how long a test waits for a peer to end and for nothing of it to be left. No promise: on a busy machine all takes
 #: several times as long. Leaving within PROMISED_S is one, judged by what the peer itself measured (``left``).
@@ -136,14 +136,14 @@ class Peer:
         self._records: list[Record] = []
         self._read = 0
         self._closed = False
-        self.pid = self.supervisor = 0
+        self.pid = self.supervisor = self.rank = 0
 
     # -- what it says -------------------------------------------------------------------------------------------
 
     @property
     def records(self) -> list[Record]:
         """Everything said so far, events and records, in order."""
-        path = self.folder / "records.jsonl"
+        path = self.folder / file_of(self.rank, "records.jsonl")
         if path.exists():
             with open(path, "rb") as file:
                 file.seek(self._read)
@@ -177,8 +177,14 @@ class Peer:
 
         -1: after the fit; ``"validated_<batch>"``: when validation after so many batches ended.
         """
-        flat: np.ndarray = np.load(self.folder / f"parameters_{epoch}.npy")
+        flat: np.ndarray = np.load(self.folder / file_of(self.rank, f"parameters_{epoch}.npy"))
         return flat
+
+    def of_rank(self, rank: int) -> Peer:
+        """What another rank of this peer says."""
+        view = Peer(f"{self.name} rank {rank}", self.folder, self.spec)
+        view.rank = rank
+        return view
 
     @property
     def output(self) -> str:

@@ -6,6 +6,8 @@ import functools
 import hashlib
 import importlib
 import json
+import os
+import socket
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 
 from swarm.models import make_loader, make_model, pause
-from swarm.spec import PeerSpec
+from swarm.spec import PeerSpec, file_of
 
 HOLD_S = 120.0
 
@@ -27,6 +29,9 @@ HOLD_S = 120.0
 def main(folder: str) -> None:
     """Entry of every peer: load the spec and run its scenario."""
     spec = PeerSpec.load(Path(folder) / "spec.json")
+    if spec.ranks > 1:
+        fork_ranks(spec.ranks)
+        Recorder(spec).write("started", pid=os.getpid())
     torch.set_num_threads(spec.free.get("threads", 1))
     module, _, function = spec.scenario.partition(":")
     run = getattr(importlib.import_module(module), function)
@@ -37,11 +42,28 @@ def main(folder: str) -> None:
         raise
 
 
+def fork_ranks(count: int) -> None:
+    """Make this process rank 0 of so many, as a launcher would."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
+    os.environ["LOCAL_RANK"] = "0"
+    for rank in range(1, count):
+        if os.fork() == 0:
+            os.environ["LOCAL_RANK"] = str(rank)
+            return
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 class Recorder:
     """Appends records to the file that the harness reads."""
 
     def __init__(self, spec: PeerSpec) -> None:
-        self._file = open(Path(spec.folder) / "records.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        path = Path(spec.folder) / file_of(local_rank(), "records.jsonl")
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._lock = threading.Lock()
 
     def write(self, event: str, **fields: Any) -> None:
@@ -115,7 +137,7 @@ def digest_of(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 def save_parameters(spec: PeerSpec, model: torch.nn.Module, epoch: int | str) -> None:
     """For the tests that compare within a tolerance; see ``Peer.parameters``."""
     flat = torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()])
-    np.save(Path(spec.folder) / f"parameters_{epoch}.npy", flat.numpy())
+    np.save(Path(spec.folder) / file_of(local_rank(), f"parameters_{epoch}.npy"), flat.numpy())
 
 
 def packages(spec: PeerSpec) -> ModuleType:
@@ -154,7 +176,7 @@ def make_strategy(spec: PeerSpec, pl: ModuleType, **more: Any) -> Any:
 def make_trainer(spec: PeerSpec, pl: ModuleType, strategy: Any, recorder: Recorder, ledger: Ledger) -> Any:
     defaults = {
         "accelerator": "cpu",
-        "devices": 1,
+        "devices": spec.ranks,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -165,6 +187,8 @@ def make_trainer(spec: PeerSpec, pl: ModuleType, strategy: Any, recorder: Record
     arguments = {**defaults, **spec.trainer, **evaluate(spec.trainer_code, pl, spec)}
     recording = make_recording(pl, spec, strategy, recorder, ledger)
     arguments["callbacks"] = [*arguments.get("callbacks", []), recording]
+    if "batches_of_ranks" in spec.free:
+        arguments["limit_train_batches"] = spec.free["batches_of_ranks"][local_rank()]
     if strategy is not None:
         arguments["strategy"] = strategy
     return pl.Trainer(**arguments)
@@ -271,16 +295,19 @@ class BeforeBatch:
     def __call__(self, batch: dict[str, Any]) -> None:
         spec, number = self._spec, self._number
         if number == spec.free.get("barrier_batch", 1) and spec.barrier:
-            wait(lambda: self._strategy.num_peers >= spec.min_peers, f"{spec.min_peers} peers are seen")
+            if local_rank() == 0:
+                wait(lambda: self._strategy.num_peers >= spec.min_peers, f"{spec.min_peers} peers are seen")
             self._recorder.write("at_barrier", num_peers=self._strategy.num_peers)
             wait((Path(spec.folder) / "go").exists, "the test lets this peer go")
         self._number += 1
         if "metric" in spec.free:
-            value, samples = spec.free["metric"]
+            value, samples = spec.free["metric"][local_rank()] if spec.ranks > 1 else spec.free["metric"]
             logged = self._trainer.callback_metrics.get("of_the_swarm")
             mean = self._strategy.swarm_mean("metric", value, samples)
             self._trainer.lightning_module.log("of_the_swarm", mean)
             self._recorder.write("metric", value=mean, logged=None if logged is None else float(logged))
+        if spec.free.get("stops_at", [None])[0] == local_rank():
+            self._trainer.should_stop |= now_at(self._trainer, self._strategy) >= spec.free["stops_at"][1]
         if "record_scale" in spec.free:
             self._recorder.write("scale", value=self._strategy.precision_plugin.scaler.get_scale())
         if number == 0 and "record_settings" in spec.free:
@@ -295,9 +322,19 @@ class BeforeBatch:
                 next(self._trainer.lightning_module.parameters()).mul_(1 + 2**-22)
         if number == 1 and "extra_value" in spec.free:
             self._strategy.arguments.extra_tensors[0].fill_(spec.free["extra_value"])
-        self._ledger.take(batch["index"].tolist(), now_at(self._trainer, self._strategy))
+        self._ledger.take(indices_of_all_ranks(batch), now_at(self._trainer, self._strategy))
         if spec.delay_s and number >= spec.delay_from_batch:
             pause(spec.delay_s)
+
+
+def indices_of_all_ranks(batch: dict[str, Any]) -> list[int]:
+    """Of the samples that this peer has in a batch."""
+    mine = batch["index"].tolist()
+    if not torch.distributed.is_initialized():
+        return list(mine)
+    found: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(found, mine)
+    return [index for one in found for index in one]
 
 
 def wait(condition: Any, what: str) -> None:

@@ -24,7 +24,8 @@ class PeerSpec:
         strategy_code: more of them as Python expressions (codecs, factories), evaluated in the peer.
         trainer, trainer_code: the same for the Trainer; ``callbacks`` in ``trainer_code`` are added to the harness's.
         model: arguments of :func:`swarm.models.make_model`.
-        batch_size, data_samples: of the training set; the last batch of a pass may be smaller.
+        ranks: processes of this peer, which train as its ``local_strategy`` says.
+        batch_size, data_samples: of the training set, for each rank; the last batch of a pass may be smaller.
         order_seed: order in which this peer takes the samples; ``None``: as they lie.
         delay_s: sleep per batch, for peers of unequal speed.
         delay_from_batch: the first batch that is delayed.
@@ -44,6 +45,7 @@ class PeerSpec:
     trainer: dict[str, Any] = field(default_factory=dict)
     trainer_code: dict[str, str] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
     batch_size: int = 8
     data_samples: int = 4096
     order_seed: int | None = None
@@ -64,3 +66,9 @@ class PeerSpec:
     @classmethod
     def load(cls, path: str | Path) -> PeerSpec:
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def file_of(rank: int, name: str) -> str:
+    """Where a rank of a peer writes what the peer writes to ``name``."""
+    stem, _, suffix = name.rpartition(".")
+    return name if rank == 0 else f"{stem}_rank{rank}.{suffix}"

@@ -11,7 +11,7 @@ import torch
 
 from swarm.checks import assert_complete, assert_ledger
 from swarm.harness import START_S, Peer, Swarm
-from swarm.marks import ANY_ENGINE
+from swarm.marks import ANY_ENGINE, HIVEMIND_ONLY
 from swarm.spec import PeerSpec
 
 pytestmark = [pytest.mark.swarm, pytest.mark.above_engines]
@@ -256,9 +256,9 @@ def test_reduce_on_plateau_is_refused(swarm: Swarm) -> None:
     assert "ReduceLROnPlateau" in refused(swarm, model={"scheduler": "plateau"})
 
 
-@ANY_ENGINE
-def test_several_devices_are_refused(swarm: Swarm) -> None:
-    assert "devices" in refused(swarm, trainer={"devices": 2})
+@HIVEMIND_ONLY
+def test_several_devices_are_refused_by_hivemind(swarm: Swarm) -> None:
+    assert "devices" in refused(swarm, ranks=2)
 
 
 def test_a_swarm_metric_is_weighted_by_samples(swarm: Swarm) -> None:

@@ -26,6 +26,7 @@ ROWS = [
     {"codecs", "network", "subscribers"},
     {"arguments"},  # above network: it hands out the settings that network declares
     {"engine"},
+    {"peer"},
     {"training"},
     {"strategy"},
     {"registry"},

@@ -10,11 +10,22 @@ Threads: all methods are called from the training thread. Every method returns w
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+
+class Changed(enum.IntFlag):
+    """What an engine has put into a model, other than by a step of its optimizer."""
+
+    STATISTICS = enum.auto()
+    """Buffers, and tensors that are averaged besides."""
+    PARAMETERS = enum.auto()
+    OPTIMIZER = enum.auto()
+    """Its state and settings: all of it is another peer's now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +53,7 @@ class PeerTraining:
         take_schedulers_back: ``callable(epoch)``, called before that, where a state of fewer steps was downloaded.
         before_optimizer_step: ``callable(optimizer)``, called once per global step with the averaged gradients in
             place: hooks and gradient clipping.
+        changed: ``callable(what)``, called from the training thread once what the engine has put there is there.
         extra_tensors: tensors averaged besides the parameters (BatchNorm statistics, say).
         buffers: of the module (BatchNorm statistics, say): handed to joiners with the state; the native engine
             averages them, too.
@@ -64,6 +76,7 @@ class PeerTraining:
     schema: Sequence[str]
     should_abort: Callable[[], bool]
     last_step: Callable[[], int] = lambda: -1
+    changed: Callable[[Changed], None] = lambda what: None
     outside: tuple[str, str] = ("", "")
 
     @property

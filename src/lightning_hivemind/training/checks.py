@@ -15,7 +15,7 @@ from lightning_hivemind.training.schedulers import refuse_plateau
 def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
     """Raises ArgumentError, with the fix, for settings of the Trainer or module that cannot work in a swarm."""
     _check_accumulation(trainer)
-    _check_devices(strategy, trainer)
+    _check_ranks(arguments, strategy)
     _check_callbacks(trainer)
     _check_optimizers(arguments, strategy, trainer)
     _check_extra_tensors(arguments, strategy)
@@ -55,18 +55,25 @@ def _check_callbacks(trainer: Any) -> None:
         )
 
 
-def _check_devices(strategy: Any, trainer: Any) -> None:
-    if trainer.num_nodes > 1:
+def _check_ranks(arguments: Arguments, strategy: Any) -> None:
+    if strategy.num_nodes > 1 and arguments.local_strategy == "auto":
         raise ArgumentError(
-            f"Trainer(num_nodes={trainer.num_nodes}): a peer is one machine, and peers find one another by"
-            " initial_peers. Leave num_nodes away, and start the script on each machine."
+            f"Trainer(num_nodes={strategy.num_nodes}): peers find one another by initial_peers. Leave num_nodes away,"
+            " and start the script on each machine. (If several machines are to be one peer, say how it trains:"
+            ' local_strategy="ddp".)'
         )
-    devices = strategy.parallel_devices or []
-    if len(devices) > 1:
+    if strategy.world_size == 1:
+        return
+    ranks = f"this peer has {strategy.world_size} ranks"
+    if arguments.auxiliary:
+        raise ArgumentError(f"auxiliary=True: a peer that only helps needs one process, {ranks}. Give it devices=1.")
+    if arguments.engine != "native":
         raise ArgumentError(
-            f"devices={len(devices)}: a peer has one device. Start one peer per device (devices=1, or devices=[i] to"
-            " choose it), each with INITIAL_PEERS of the first."
+            f'engine={arguments.engine!r}: {ranks}, which only engine="native" can bring together. Start one peer per'
+            " device (devices=1, or devices=[i] to choose it), each with INITIAL_PEERS of the first."
         )
+    if arguments.reuse_grad_buffers:
+        raise ArgumentError(f"reuse_grad_buffers=True: {ranks}, whose gradients are averaged first. Leave it away.")
 
 
 def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,10 @@ from lightning_hivemind.engine.prints import print_of
 from lightning_hivemind.errors import ArgumentError, NonFiniteGradientsError
 from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
+from lightning_hivemind.peer.follower import FollowingEngine
+from lightning_hivemind.peer.leader import LeadingEngine
+from lightning_hivemind.peer.ranks import Ranks
+from lightning_hivemind.peer.replicas import Replicas
 from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.bystander import Bystander
 from lightning_hivemind.training.checks import check_trainer
@@ -25,6 +29,7 @@ from lightning_hivemind.training.outside import outside
 from lightning_hivemind.training.precision import LossScale
 from lightning_hivemind.training.progress import LoopProgress, StopTogether
 from lightning_hivemind.training.schedulers import SwarmSchedulers, scheduler_from
+from lightning_hivemind.training.sigterm import Sigterm
 from lightning_hivemind.training.zero_grad import DisabledZeroGrad
 
 if TYPE_CHECKING:
@@ -55,6 +60,10 @@ class TrainingSession:
         self._scale: LossScale | None = None
         self._first: FirstToKnow | None = None
         self._bystander: Bystander | None = None
+        self._ranks = Ranks()
+        #: what a rank's loss is multiplied by, for the mean over ranks to be one over samples; and what it wishes
+        self._share, self._wish = 1.0, ""
+        self._sigterm: Sigterm | None = None
         self.auxiliary = arguments.auxiliary
         self.started = False
         self.drop_reason = "non-finite gradient"
@@ -67,8 +76,11 @@ class TrainingSession:
         """Refuse what cannot work in a swarm, before anything is started."""
         check_trainer(self._a, self._strategy, self._trainer)
 
-    def start(self, network: PeerNetwork) -> None:
-        """Bring the engine up over the optimizer that Lightning has made, and take its place where need be."""
+    def start(self, network: Callable[[], PeerNetwork]) -> None:
+        """Bring the engine up over the optimizer that Lightning has made, and take its place where need be.
+
+        ``network`` is asked for by the rank that speaks to the swarm.
+        """
         if self.auxiliary:
             self._bystander = Bystander(self._trainer, self._strategy.package)
         optimizer = self._strategy.optimizers[0]
@@ -89,7 +101,12 @@ class TrainingSession:
             last_step=lambda: int(self._trainer.max_steps),
             outside=(next(iter(others), ""), print_of(others.values()) if others else ""),
         )
-        self.engine = make_engine(self._a, network, training, self._events)
+        self._ranks = Ranks.connect(self._strategy)
+        if self._ranks.size > 1:
+            self._sigterm = Sigterm(self._trainer)
+            self._sigterm.attach()
+        with self._ranks.together():
+            self.engine = self._engine_for(training, network)
         self.engine.start()
         if self.engine.optimizer is not optimizer:
             optimizer = HostedOptimizer(self.engine.optimizer, parameters)
@@ -104,6 +121,22 @@ class TrainingSession:
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step)
 
+    def _engine_for(self, training: PeerTraining, network: Callable[[], PeerNetwork]) -> Engine:
+        """What this rank of the peer has for an engine."""
+        if self._ranks.size == 1:
+            return make_engine(self._a, network(), training, self._events)
+        model = Replicas(self._ranks, self._strategy, training.optimizer, training.state_tensors)
+        if not self._ranks.leads:
+            return FollowingEngine(training, self._ranks, model)
+        return LeadingEngine(
+            lambda training: make_engine(self._a, network(), training, self._events),
+            training,
+            self._ranks,
+            model,
+            each_steps=not self._a.recreates_optimizer,
+            sums_first=not self._a.use_local_updates,
+        )
+
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
         self.engine.restore(optimizer_state, epoch)
         self._progress.follow(epoch, committed=False)
@@ -113,7 +146,7 @@ class TrainingSession:
             self._strategy.optimizers[0].zero_grad()  # of a fit before, or of a hook: else in the first sum
         self._schedulers.resume(self.engine.epoch)  # Lightning has loaded their state by now, if there is one
         outcome = self.engine.synchronise()
-        if self._a.initial_peers and self.engine.num_peers == 1:
+        if self._a.initial_peers and self.engine.num_peers == 1 and self._ranks.leads:
             log.warning(
                 "initial_peers answered, but nobody else is in run_id=%r yet: others that train have another one",
                 self._a.run_id,
@@ -129,14 +162,26 @@ class TrainingSession:
 
     # ------------------------------------------------------------------ batches
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, samples: int) -> int:
+        """A batch of so many samples begins; returns how many this peer's ranks have in it."""
+        shares = self._ranks.share("batch", [samples, self._wish, self._sigterm is not None and self._sigterm.came])
+        total, self._wish = sum(int(share[0]) for share in shares), ""
+        self._share = samples * len(shares) / total if total else 1.0
+        if self._sigterm is not None and any(share[2] for share in shares):
+            self._sigterm.take_effect()
+        if self._ranks.leads and (wish := next((share[1] for share in shares if share[1]), "")):
+            self.request_stop(wish)
         outcome = self.engine.begin_batch()
         self._stepped_before |= self._settle(outcome)
         self._progress.follow(outcome.epoch, committed=False)
         if self._stopping.wants_to_stop():
             self.request_stop("trainer.should_stop is set here")
+        return total
 
     def request_stop(self, reason: str) -> None:
+        if not self._ranks.leads:
+            self._wish = reason  # which rank 0 hears with the next batch
+            return
         log.info("asking the whole run to stop: %s", reason)
         self.engine.request_stop(reason)
 
@@ -144,10 +189,15 @@ class TrainingSession:
         """See the strategy's. What a model says that is not the swarm's does not count."""
         if not self.started:  # Lightning's sanity check: nothing was trained, and no state taken
             return value
-        return self.engine.swarm_mean(name, value, 0 if self.auxiliary else samples)
+        shares = self._ranks.share(f"swarm_mean {name}", [value, 0 if self.auxiliary else samples])
+        total = sum(share[1] for share in shares)
+        if len(shares) > 1 and total:
+            value = sum(share[0] * share[1] for share in shares if share[1]) / total
+        return self.engine.swarm_mean(name, value, total)
 
     def batch_weight(self, samples: int) -> float:
-        return self.engine.batch_weight(samples)
+        """What to multiply this rank's mean loss by, of a batch in which the peer has so many samples."""
+        return self._share * self.engine.batch_weight(samples)
 
     def accept_gradients(self) -> bool:
         """Unscale this batch's gradients; False if they hold a value that is not finite."""
@@ -225,6 +275,8 @@ class TrainingSession:
 
     def close(self, timeout_s: float) -> None:
         self._progress.detach()
+        if self._sigterm is not None:
+            self._sigterm.detach()
         if self._first is not None:
             self._first.remove()
         if self._bystander is not None:
@@ -232,13 +284,17 @@ class TrainingSession:
         self._stopping.release()
         if self._zero_grad is not None:
             self._zero_grad.restore()
-        if hasattr(self, "engine"):
-            self._warn_of_no_step()
-            self.engine.shutdown(timeout_s)
+        try:
+            if hasattr(self, "engine"):
+                self._warn_of_no_step()
+                self.engine.shutdown(timeout_s)
+        finally:
+            self._ranks.close()
 
     def _warn_of_no_step(self) -> None:
         samples, target = self.engine.local_samples, self._a.target_batch_size
-        if samples and self.engine.epoch == self._began_at:  # (steps that others have made are steps)
+        nothing = samples and self.engine.epoch == self._began_at  # (steps that others have made are steps)
+        if nothing and self._ranks.leads:
             log.warning(
                 "no global step was made while this peer was in the run, so nothing was learned: of"
                 " target_batch_size=%d samples it had %d when it ended, the swarm %d. Give a smaller target_batch_size,"
@@ -283,7 +339,8 @@ class TrainingSession:
         )
 
     def _should_abort(self) -> bool:
-        return bool(getattr(self._trainer, "received_sigterm", False))
+        came = self._sigterm is not None and self._sigterm.came
+        return came or bool(getattr(self._trainer, "received_sigterm", False))
 
     def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}

@@ -98,7 +98,7 @@ def test_a_helper_gives_its_trainer_back_what_it_left_away() -> None:
     trainer.callbacks.append(stops)
     before = [*trainer.callbacks], trainer.limit_val_batches
     with pytest.raises(AttributeError):
-        session.start(cast(Any, None))  # there is no network
+        session.start(lambda: cast(Any, None))  # there is no network
     assert stops not in trainer.callbacks
     assert trainer.limit_val_batches == 0
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_a_helper_that_wants_to_stop_stops_alone() -> None:
     loop = trainer.fit_loop.epoch_loop
     session.step(0)
     trainer.should_stop = True
-    session.begin_batch()
+    session.begin_batch(8)
     session.step(0)
     assert not engine.stop_wanted
     assert loop.min_steps is None
@@ -160,7 +160,7 @@ def test_a_step_that_is_made_just_before_a_batch_is_logged_with_that_batch() -> 
     session, trainer, _ = make_session()
     session.engine = cast(Engine, CountingEngine(epoch=4))
     loop = trainer.fit_loop.epoch_loop
-    session.begin_batch()
+    session.begin_batch(8)
     assert trainer.global_step == 5
     assert session._progress._should_accumulate(), "the batch itself may still turn out to have no gradient"
     session.step(8)
@@ -176,7 +176,7 @@ def test_a_sum_in_place_that_goes_on_after_a_commit_follows_the_loss_scale() -> 
     session.engine = cast(Engine, engine)
     for factor in (1.0, 2.0):
         session._scale = cast(LossScale, SimpleNamespace(after_commit=lambda: factor, buffer_scale=1.0))  # noqa: B023
-        session.begin_batch()
+        session.begin_batch(8)
     assert calls == [2.0]
 
 
@@ -191,7 +191,7 @@ def test_a_fit_that_ends_before_the_first_global_step_says_that_nothing_was_lear
     session._make_scheduler(trainer.optimizers[0])
     session.synchronise()
     if stepped:
-        session.begin_batch()
+        session.begin_batch(8)
     session.close(1.0)
     said = "of target_batch_size=8 samples it had 5 when it ended, the swarm 6" in caplog.text
     assert said is not stepped

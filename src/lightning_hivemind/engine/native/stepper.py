@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.base import Changed, PeerTraining
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory, populate
 from lightning_hivemind.engine.native.moments import Moments
@@ -144,6 +144,8 @@ class Stepper:
                 self._training.advance_schedulers(head.epoch)
                 self.trail.step(head, mine)
                 self.statistics.publish()
+            moments = Changed.OPTIMIZER if self.statistics.moments else Changed(0)
+            self._training.changed(Changed.PARAMETERS | Changed.STATISTICS | moments)
             return
         self.settle(wait=True)
         begin = self._use(average)
@@ -169,9 +171,12 @@ class Stepper:
     def publish(self) -> None:
         """Give the model the parameters that the optimizer has, and the statistics that all peers have."""
         self.statistics.publish()
+        changed = Changed.STATISTICS
         for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
             if mine is not stepped:
                 mine.copy_(stepped)
+                changed |= Changed.PARAMETERS
+        self._training.changed(changed)
 
     def begin(self) -> None:
         """With what the model has now: hooks may have put it there since the optimizer was made."""
@@ -283,7 +288,8 @@ class Stepper:
             if self.low_rank is not None:
                 self.low_rank.adopted(description.head.epoch)
             self.publish()
-            return undone
+        self._training.changed(Changed.PARAMETERS | Changed.OPTIMIZER)
+        return undone
 
     def close(self) -> None:
         if self._executor is not None:

@@ -1,0 +1,152 @@
+"""Rank 0's engine, and what the other ranks hear of it: see :mod:`.follower`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_hivemind.engine.base import Changed, Engine, PeerTraining, StepOutcome
+from lightning_hivemind.peer.ranks import Ranks
+from lightning_hivemind.peer.replicas import Replicas
+from lightning_hivemind.peer.words import Done, Step, Values
+
+
+class LeadingEngine:
+    """The engine of a peer of several ranks, at rank 0: it is the real one, and tells the others what it does.
+
+    A step is made by all ranks at once: rank 0 hands the averaged gradient out just before. What else the engine puts
+    into the model goes to the others when its call ends.
+
+    Args:
+        make: the real engine.
+        each_steps: every rank has the optimizer's state, and steps. Else only rank 0 has (it lies in host memory), and
+            the others are given parameters.
+        sums_first: gradients are averaged before a step; else each rank steps on the batch's own, which they all have.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[PeerTraining], Engine],
+        training: PeerTraining,
+        ranks: Ranks,
+        model: Replicas,
+        *,
+        each_steps: bool,
+        sums_first: bool,
+    ) -> None:
+        self._ranks, self._model, self._each_steps, self._sums_first = ranks, model, each_steps, sums_first
+        self._prepare = training.before_optimizer_step
+        self._changed = Changed(0)
+        self._engine = make(replace(training, before_optimizer_step=self._before_step, changed=self._note))
+        self.optimizer = self._engine.optimizer
+
+    # ------------------------------------------------------------------ of which the others hear
+
+    def start(self) -> None:
+        with self._ranks.together():
+            self._engine.start()
+            self._tell("start")
+
+    def synchronise(self) -> StepOutcome:
+        with self._ranks.together():
+            return self._tell("synchronise", self._engine.synchronise())
+
+    def begin_batch(self) -> StepOutcome:
+        with self._ranks.together():
+            return self._tell("begin_batch", self._engine.begin_batch())
+
+    def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
+        with self._ranks.together():
+            return self._tell("step", self._engine.step(batch_samples, gradient_scale))
+
+    def before_validation(self) -> None:
+        with self._ranks.together():
+            self._engine.before_validation()
+            self._tell("before_validation")
+
+    def swarm_mean(self, name: str, value: float, samples: int) -> float:
+        with self._ranks.together():
+            mean = self._engine.swarm_mean(name, value, samples)
+            self._tell("swarm_mean", value=mean)
+            return mean
+
+    def batch_weight(self, batch_samples: int) -> float:
+        return self._engine.batch_weight(batch_samples)
+
+    # ------------------------------------------------------------------ of rank 0 only
+
+    def discard(self) -> int:
+        return self._engine.discard()
+
+    def rescale(self, factor: float) -> None:
+        self._engine.rescale(factor)
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+        self._engine.restore(optimizer_state, epoch)
+
+    def request_stop(self, reason: str) -> None:
+        self._engine.request_stop(reason)
+
+    def flush(self) -> None:
+        """What this puts into the model the others have at the next call of which they hear."""
+        self._engine.flush()
+
+    def shutdown(self, timeout_s: float) -> None:
+        self._engine.shutdown(timeout_s)
+
+    @property
+    def epoch(self) -> int:
+        return self._engine.epoch
+
+    @property
+    def num_peers(self) -> int:
+        return self._engine.num_peers
+
+    @property
+    def local_samples(self) -> int:
+        return self._engine.local_samples
+
+    @property
+    def swarm_samples(self) -> int:
+        return self._engine.swarm_samples
+
+    @property
+    def stop_epoch(self) -> int | None:
+        return self._engine.stop_epoch
+
+    # ------------------------------------------------------------------ private
+
+    def _note(self, what: Changed) -> None:
+        self._changed |= what
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._each_steps:
+            reached = self._model.reached() if self._sums_first else None
+            self._ranks.tell(Step(self.epoch, reached))
+            if reached is not None:
+                self._model.gradients(reached)
+        self._prepare(optimizer)
+
+    def _tell(self, what: str, outcome: StepOutcome | None = None, *, value: float = 0.0) -> StepOutcome:
+        outcome = outcome or StepOutcome(epoch=self.epoch, committed=False)
+        changed, self._changed = self._changed, Changed(0)
+        if not self._each_steps:
+            changed &= ~Changed.OPTIMIZER
+        if changed:
+            self._ranks.tell(Values(self.epoch, int(changed)))
+            self._model.values(changed)
+        told = Done(
+            what,
+            outcome.epoch,
+            outcome.committed,
+            self.num_peers,
+            self.local_samples,
+            self.swarm_samples,
+            self.stop_epoch,
+            value,
+        )
+        self._ranks.tell(told)
+        return outcome

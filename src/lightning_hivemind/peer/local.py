@@ -1,0 +1,75 @@
+"""``local_strategy``: which of Lightning's strategies a peer is inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_hivemind.errors import ArgumentError, kind_of
+from lightning_hivemind.lightning_twins import lightning_module, package_of
+from lightning_hivemind.peer.replicated import Replicated
+from lightning_hivemind.peer.single import SingleProcess
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a peer is made of.
+
+    Attributes:
+        package: the Lightning package.
+        bases: of its class, behind the strategy's own.
+        settings: to construct the last of them with.
+        made: what a strategy object of the user's own has already, in place of that.
+    """
+
+    package: str
+    bases: tuple[type, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, Any] | None = None
+
+
+def single(package: str) -> Local:
+    """One process on one device."""
+    return Local(package, (SingleProcess, _class(package, "Strategy")))
+
+
+def replicated(package: str, **settings: Any) -> Local:
+    """DDP, with such settings."""
+    return Local(package, (Replicated, _class(package, "DDPStrategy")), settings)
+
+
+def chosen(local_strategy: Any, package: str) -> Local:
+    """What ``local_strategy`` says: a name that ``Trainer(strategy=...)`` takes, or a strategy object.
+
+    Raises:
+        ArgumentError: it is neither, or not one for peers of a swarm.
+    """
+    if local_strategy == AUTO:
+        return single(package)
+    if isinstance(local_strategy, str):
+        registry = lightning_module(package, "strategies").StrategyRegistry
+        if local_strategy not in registry:
+            names = ", ".join(sorted(name for name in registry if "ddp" in name))
+            raise ArgumentError(f"local_strategy={local_strategy!r}: there is no such strategy. Give one of {names}.")
+        entry = registry[local_strategy]
+        return Local(package, _bases(entry["strategy"], local_strategy, package), dict(entry["init_params"]))
+    its = package_of(local_strategy)
+    if its is None or isinstance(local_strategy, type):
+        raise ArgumentError(
+            f"local_strategy={local_strategy!r}: {kind_of(local_strategy)} is no strategy. Give what"
+            ' Trainer(strategy=...) takes: a name ("ddp"), or a strategy object (DDPStrategy(static_graph=True)).'
+        )
+    return Local(its, _bases(type(local_strategy), local_strategy, its), made=vars(local_strategy))
+
+
+def _bases(strategy: Any, said: Any, package: str) -> tuple[type, ...]:
+    if isinstance(strategy, type) and issubclass(strategy, _class(package, "DDPStrategy")):
+        return (Replicated, strategy)
+    raise ArgumentError(f'local_strategy={said!r}: a peer of a swarm cannot be such a one yet. Use "auto" or DDP.')
+
+
+def _class(package: str, name: str) -> type:
+    found: type = getattr(lightning_module(package, "strategies"), name)
+    return found

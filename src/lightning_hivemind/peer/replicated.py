@@ -1,0 +1,41 @@
+"""DDP inside of a peer: what its strategy does otherwise than Lightning's."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Replicated:
+    """Between the swarm's strategy and Lightning's ``DDPStrategy``."""
+
+    _ddp_comm_state: Any
+    _ddp_comm_hook: Any
+    _ddp_comm_wrapper: Any
+    broadcast: Any
+    model: Any
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Lightning's sampler shuffles with seed 0 where nothing is seeded: all peers would see the same samples."""
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        if "PL_GLOBAL_SEED" not in os.environ:
+            kwargs["seed"] = self._order_seed()
+        return kwargs
+
+    def _order_seed(self) -> int:
+        """One for all ranks, and another one at each peer."""
+        if "_peers_seed" not in self.__dict__:
+            self.__dict__["_peers_seed"] = self.broadcast(secrets.randbelow(2**31))
+        seed: int = self.__dict__["_peers_seed"]
+        return seed
+
+    def _register_ddp_hooks(self) -> None:
+        """Also on a CPU, where Lightning leaves them away without a word."""
+        assert isinstance(self.model, DistributedDataParallel)
+        hook, state, wrapper = self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper
+        if hook is not None:
+            self.model.register_comm_hook(state, hook if wrapper is None else wrapper(hook))

@@ -1,0 +1,99 @@
+"""``local_strategy``: what a strategy becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+
+pytest.importorskip("hivemind")
+
+from lightning_hivemind import CollaborativeStrategy, HivemindStrategy
+from lightning_hivemind.errors import ArgumentError
+
+
+def made(local_strategy: Any, devices: int = 2, cls: Any = HivemindStrategy, **settings: Any) -> Any:
+    strategy = cls(target_batch_size=8, initial_peers=[], local_strategy=local_strategy)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, logger=False, enable_checkpointing=False, **settings
+    )
+    assert trainer.strategy is strategy
+    return strategy
+
+
+@pytest.mark.parametrize("cls", [HivemindStrategy, CollaborativeStrategy])
+def test_auto_is_plain_on_one_device_and_ddp_on_several(cls: Any) -> None:
+    one, two = made("auto", devices=1, cls=cls), made("auto", devices=2, cls=cls)
+    assert isinstance(one, cls)
+    assert isinstance(two, cls)
+    assert not isinstance(one, DDPStrategy)
+    assert isinstance(two, DDPStrategy)
+    assert (one.world_size, two.world_size) == (1, 2)
+    assert two.parallel_devices == [torch.device("cpu")] * 2
+
+
+def test_what_the_trainer_gave_before_its_devices_is_kept() -> None:
+    strategy = made("auto", precision="bf16-mixed")
+    assert strategy.precision_plugin.precision == "bf16-mixed"
+    assert strategy.accelerator is not None
+    assert strategy.cluster_environment is not None
+
+
+def test_a_name_brings_what_lightning_has_registered_with_it() -> None:
+    strategy = made("ddp_find_unused_parameters_true")
+    assert strategy._ddp_kwargs == {"find_unused_parameters": True}
+
+
+def test_options_of_a_strategy_object_are_kept_and_its_class_too() -> None:
+    class Own(DDPStrategy):
+        def greet(self) -> str:
+            return "own"
+
+    strategy = made(Own(static_graph=True, gradient_as_bucket_view=True))
+    assert strategy._ddp_kwargs == {"static_graph": True, "gradient_as_bucket_view": True}
+    assert strategy.greet() == "own"
+    assert isinstance(strategy, HivemindStrategy)
+
+
+def test_a_subclass_of_ours_may_give_it_too() -> None:
+    class Mine(HivemindStrategy):
+        def __init__(self) -> None:
+            super().__init__(target_batch_size=8, initial_peers=[], local_strategy="ddp")
+
+    assert isinstance(Mine(), DDPStrategy)
+
+
+@pytest.mark.parametrize(
+    ("local_strategy", "says"),
+    [
+        ("dpp", "there is no such strategy. Give one of ddp,"),
+        ("fsdp", "cannot be such a one yet"),
+        (FSDPStrategy(), "cannot be such a one yet"),
+        (SingleDeviceStrategy("cpu"), "cannot be such a one yet"),
+        ("hivemind", "cannot be such a one yet"),
+        (DDPStrategy, "is no strategy"),
+        (object(), "is no strategy"),
+        (2, "an int is no strategy"),
+        (None, "a NoneType is no strategy"),
+    ],
+)
+def test_what_is_none_is_refused_with_what_to_write(local_strategy: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=r"local_strategy=") as error:
+        HivemindStrategy(target_batch_size=8, initial_peers=[], local_strategy=local_strategy)
+    assert says in str(error.value)
+
+
+def test_what_is_not_seeded_each_peer_shuffles_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own seed is 0 then: peers of several ranks would all see the same samples."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    seeds = []
+    for _ in range(2):
+        strategy = made("ddp")
+        seeds.append(strategy.distributed_sampler_kwargs["seed"])
+        assert strategy.distributed_sampler_kwargs["seed"] == seeds[-1]
+    assert seeds[0] != seeds[1]
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert "seed" not in made("ddp").distributed_sampler_kwargs
