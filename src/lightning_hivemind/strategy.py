@@ -63,6 +63,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     # of the bases that a twin has
     cluster_environment: Any
     global_rank: int
+    finish_gradients: Callable[[], None]
 
     def __init__(
         self,
@@ -204,6 +205,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         session = self._running()
         backwards, self._backwards = self._backwards, 0
         samples = self._batch_samples if backwards else 0
+        self.finish_gradients()
         if samples and backwards > 1 and self.arguments.reuse_grad_buffers:  # nothing has cleared the first one's
             self._tell_dropped(session.drop_doubled(samples), "it has the sum of several backward passes")
             samples = 0

@@ -159,6 +159,9 @@ def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, 
         names["ours"] = importlib.import_module("lightning_hivemind.codecs")
     if any("DiesInARound" in text for text in code.values()):
         names["DiesInARound"] = importlib.import_module("swarm.faults").DiesInARound
+    if any("hooked(" in text for text in code.values()):
+        hooks = importlib.import_module("swarm.hooks")
+        names |= {"hooked": hooks.hooked, "OnCpus": hooks.OnCpus}
     if any("PowerSGD" in text for text in code.values()):
         module = importlib.import_module("hivemind.optim.power_sgd_averager")
         names["PowerSGDGradientAverager"] = module.PowerSGDGradientAverager

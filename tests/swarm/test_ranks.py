@@ -65,6 +65,32 @@ def test_ddp_in_a_swarm_of_one_is_ddp_bit_for_bit(swarm: Swarm, local_strategy: 
         assert [c.lr for c in ours.commits.values()] == [c.lr for c in one.commits.values()]
 
 
+@pytest.mark.parametrize("options", ["fp16", "power_sgd", "fp16_power_sgd", "post_local_sgd"])
+def test_communication_hooks_work_on_cpus_too(swarm: Swarm, options: str) -> None:
+    """As DDP with that hook alone; post-local SGD, which lets ranks step apart, as DDP without one."""
+    common: dict[str, Any] = {
+        "ranks": 2,
+        "env": {"PL_GLOBAL_SEED": "7"},
+        "model": {"optimizer": "adamw", "lr": 0.01, "width": 64},
+        "trainer": {"max_steps": 20},
+    }
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"target_batch_size": 16},
+        strategy_code={"local_strategy": f"hooked(pl.strategies.DDPStrategy, {options!r})"},
+        **common,
+    )
+    theirs = "'ddp'" if options == "post_local_sgd" else f"hooked(OnCpus, {options!r})"
+    plain = swarm.plain(trainer_code={"strategy": theirs}, **common)
+    swarm.finish()
+    without = swarm.plain(trainer_code={"strategy": "'ddp'"}, **common)
+    ours, same, unlike = (one.commits[20].digest for one in (peer, plain, without))
+    assert ours == same
+    assert (ours == unlike) is (options == "post_local_sgd")
+    assert_ranks_equal(peer, list(range(21)))
+
+
 def test_ddp_and_a_peer_of_one_process_are_one_process_with_the_samples_of_all(swarm: Swarm) -> None:
     """The last batches of a pass are smaller, and unlike on the ranks: samples count, not batches."""
     peers = swarm.start(

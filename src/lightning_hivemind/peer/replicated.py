@@ -6,6 +6,9 @@ import os
 import secrets
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -17,6 +20,8 @@ class Replicated:
     _ddp_comm_wrapper: Any
     broadcast: Any
     model: Any
+    root_device: torch.device
+    world_size: int
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -25,6 +30,20 @@ class Replicated:
         if "PL_GLOBAL_SEED" not in os.environ:
             kwargs["seed"] = self._order_seed()
         return kwargs
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """After a backward pass: ``param.grad`` is the mean over ranks, also where a hook leaves it to each.
+
+        Post-local SGD does, to let ranks step apart for a while. In a swarm all step together.
+        """
+        if not isinstance(self._ddp_comm_state, PostLocalSGDState):
+            return
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        works = [dist.all_reduce(one, async_op=True) for one in gradients]
+        for work, one in zip(works, gradients, strict=True):
+            work.wait()
+            one.div_(self.world_size)
 
     def _order_seed(self) -> int:
         """One for all ranks, and another one at each peer."""
@@ -37,5 +56,10 @@ class Replicated:
         """Also on a CPU, where Lightning leaves them away without a word."""
         assert isinstance(self.model, DistributedDataParallel)
         hook, state, wrapper = self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper
+        if isinstance(state, PostLocalSGDState) and state.subgroup is None and self.root_device.type == "cpu":
+            state.subgroup = dist.group.WORLD  # torch would count GPUs to find the ranks of this machine
         if hook is not None:
             self.model.register_comm_hook(state, hook if wrapper is None else wrapper(hook))
+
+    def _enable_model_averaging(self) -> None:
+        """Parameters are averaged with every step already."""

@@ -47,6 +47,9 @@ class SingleProcess:
         """Whether this is rank 0 *of this peer*: every peer writes its own logs and checkpoints."""
         return True
 
+    def finish_gradients(self) -> None:
+        """They are what the backward pass has left."""
+
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)

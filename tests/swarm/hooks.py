@@ -1,0 +1,32 @@
+"""Communication hooks of DDP, as a user gives them; and Lightning's own strategy with them on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+
+
+class OnCpus(DDPStrategy):
+    """Lightning registers hooks on GPUs only."""
+
+    def _register_ddp_hooks(self) -> None:
+        hook: Any = self._ddp_comm_hook
+        self.model.register_comm_hook(  # type: ignore[union-attr,operator]
+            self._ddp_comm_state, hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook)
+        )
+
+
+def hooked(strategy: Any, name: str) -> Any:
+    """A strategy of that class with the hook ``name``."""
+    if name == "fp16":
+        return strategy(ddp_comm_hook=default_hooks.fp16_compress_hook)
+    if name == "post_local_sgd":
+        state = post_localSGD_hook.PostLocalSGDState(None, None, 4, post_local_gradient_allreduce=False)
+        return strategy(
+            ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=4
+        )
+    rank = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=3, min_compression_rate=1)
+    wrapper = default_hooks.fp16_compress_wrapper if name == "fp16_power_sgd" else None
+    return strategy(ddp_comm_state=rank, ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_wrapper=wrapper)
