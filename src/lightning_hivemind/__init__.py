@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Uniform8BitQuantization,
     )
     from lightning_hivemind.errors import LightningHivemindError
+    from lightning_hivemind.outer import DiLoCo
     from lightning_hivemind.strategy import CollaborativeStrategy, HivemindStrategy
 
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "Blockwise4BitQuantization": "codecs",
     "BlockwiseQuantization": "codecs",
     "CollaborativeStrategy": "strategy",
+    "DiLoCo": "outer",
     "Float16Compression": "codecs",
     "HivemindStrategy": "strategy",
     "LightningHivemindError": "errors",
@@ -50,6 +52,7 @@ __all__ = [
     "Blockwise4BitQuantization",
     "BlockwiseQuantization",
     "CollaborativeStrategy",
+    "DiLoCo",
     "Float16Compression",
     "HivemindStrategy",
     "LightningHivemindError",

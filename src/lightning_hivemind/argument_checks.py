@@ -98,6 +98,17 @@ def one_of(*choices: str) -> Check:
     return check
 
 
+def instance_of(kind: type) -> Check:
+    """An object of that class."""
+
+    def check(name: str, value: object) -> Any:
+        if not isinstance(value, kind):
+            raise refusal(name, value, f"{kind_of(value)} is no {kind.__name__}", f"give {kind.__name__}(...)")
+        return value
+
+    return check
+
+
 def local_strategy(name: str, value: object) -> Any:
     """A name or an object; whether it is a strategy's is seen where the Lightning package is known."""
     if value is None or isinstance(value, (bool, int, float)):

@@ -133,6 +133,7 @@ def _delays(values: Values) -> None:
 
 def _local_updates(values: Values) -> None:
     """Every peer steps with its own gradients: nothing about averaged gradients can have a meaning."""
+    values["use_local_updates"] |= values["outer"] is not None
     if not values["use_local_updates"]:
         return
     fix = "leave it away, or set use_local_updates=False"
@@ -304,6 +305,7 @@ def _left_out_can_be_sent_later(name: str, values: Values) -> None:
 _ONLY_NATIVE: Mapping[str, tuple[Any, str]] = {
     "max_staleness": (1, 'only engine="native" keeps late gradients'),
     "insecure_lan": (False, "hivemind encrypts everything"),
+    "outer": (None, "hivemind's averagers average parameters and nothing else"),
     "local_strategy": ("auto", "hivemind's averagers know peers of one process only"),
 }
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_hivemind import argument_checks as check
 from lightning_hivemind import argument_rules as rules
 from lightning_hivemind.network.settings import NetworkSettings
+from lightning_hivemind.outer import DiLoCo
 
 ENGINES = ("native", "hivemind")
 PEERS_VARIABLE = "INITIAL_PEERS"
@@ -87,6 +88,10 @@ class Arguments:
     scheduler_fn: LRScheduler | Callable[..., Any] | None = _argument(None, check.optional(check.scheduler))
     """``callable(optimizer) -> LRScheduler``, or a ready scheduler where the optimizer is not re-created (see
     :attr:`recreates_optimizer`). It advances once per global step."""
+
+    outer: DiLoCo | None = _argument(None, check.optional(check.instance_of(DiLoCo)))
+    """``DiLoCo(...)``: peers make steps of their own, with their own optimizer, and each round makes an outer step by
+    how far these led on average. Sets ``use_local_updates``. For lines that do not carry a gradient per step."""
 
     use_local_updates: bool = _argument(False, check.flag)
     """Step at every batch with this peer's own gradients and average parameters only. Set it if the network is too slow

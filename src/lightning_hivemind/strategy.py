@@ -173,8 +173,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Continue from a checkpoint of this strategy or of a plain Trainer."""
-        epoch = checkpoint.get(CHECKPOINT_KEY, {}).get("epoch", checkpoint["global_step"])
-        self._running().restore(checkpoint["optimizer_states"][0], int(epoch))
+        ours = checkpoint.get(CHECKPOINT_KEY, {})
+        epoch = ours.get("epoch", checkpoint["global_step"])
+        self._running().restore(checkpoint["optimizer_states"][0], int(epoch), ours.get("kept", {}))
 
     def on_train_start(self) -> None:
         """Before the first batch: take the swarm's state if it is ahead, or if this peer joins a run."""
@@ -247,7 +248,8 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # the parameters' own count: saved in the middle of a step (on_exception), Lightning's global_step is one less
-        checkpoint[CHECKPOINT_KEY] = {"epoch": self.global_epoch, "run_id": self.arguments.run_id}
+        kept = self._session.kept() if self._session is not None else {}
+        checkpoint[CHECKPOINT_KEY] = {"epoch": self.global_epoch, "run_id": self.arguments.run_id, "kept": kept}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # ------------------------------------------------------------------ the end

@@ -140,6 +140,14 @@ def save_parameters(spec: PeerSpec, model: torch.nn.Module, epoch: int | str) ->
     np.save(Path(spec.folder) / file_of(local_rank(), f"parameters_{epoch}.npy"), flat.numpy())
 
 
+def save_common(spec: PeerSpec, strategy: Any, epoch: int) -> None:
+    """What all peers have after a round, and each has moved on from, as ``parameters("common_<epoch>")``."""
+    engine = strategy._session.engine
+    stepper = getattr(engine, "_engine", engine)._stepper
+    flat = torch.cat([one.double().flatten() for one in stepper.statistics.base])
+    np.save(Path(spec.folder) / f"parameters_common_{epoch}.npy", flat.numpy())
+
+
 def packages(spec: PeerSpec) -> ModuleType:
     """The Lightning package that this peer's script uses."""
     if spec.lightning == "both":
@@ -159,6 +167,10 @@ def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, 
         names["ours"] = importlib.import_module("lightning_hivemind.codecs")
     if any("DiesInARound" in text for text in code.values()):
         names["DiesInARound"] = importlib.import_module("swarm.faults").DiesInARound
+    if any("CheckpointAtBatch(" in text for text in code.values()):
+        names["CheckpointAtBatch"] = make_checkpoint_at_batch(pl)
+    if any("DiLoCo(" in text for text in code.values()):
+        names["DiLoCo"] = importlib.import_module("lightning_hivemind").DiLoCo
     if any("hooked(" in text for text in code.values()):
         hooks = importlib.import_module("swarm.hooks")
         names |= {"hooked": hooks.hooked, "OnCpus": hooks.OnCpus}
@@ -166,6 +178,20 @@ def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, 
         module = importlib.import_module("hivemind.optim.power_sgd_averager")
         names["PowerSGDGradientAverager"] = module.PowerSGDGradientAverager
     return {name: eval(text, names) for name, text in code.items()}
+
+
+def make_checkpoint_at_batch(pl: ModuleType) -> type:
+    """A callback that saves a checkpoint after so many batches of the whole fit."""
+
+    class CheckpointAtBatch(pl.Callback):  # type: ignore[misc,name-defined]
+        def __init__(self, batch: int, path: str) -> None:
+            self.batch, self.path = batch, path
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+                trainer.save_checkpoint(self.path)
+
+    return CheckpointAtBatch
 
 
 def make_strategy(spec: PeerSpec, pl: ModuleType, **more: Any) -> Any:
@@ -386,10 +412,13 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
                 total = sum(float(tensor.double().sum()) for tensor in found if tensor is not None)
                 recorder.write("optimizer_state", epoch=epoch, sum=total)
             # with local updates the batch after a step that was made just before it has moved them on
-            if event == "step" or epoch not in self.at_steps or not spec.strategy.get("use_local_updates"):
+            moves_on = strategy is not None and strategy.arguments.use_local_updates
+            if event == "step" or epoch not in self.at_steps or not moves_on:
                 save_parameters(spec, model, epoch)
             if event == "step":
                 self.at_steps.add(epoch)
+                if strategy.arguments.outer is not None:
+                    save_common(spec, strategy, epoch)
             recorder.write(
                 event,
                 epoch=epoch,

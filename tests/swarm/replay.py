@@ -54,6 +54,58 @@ def replay(
     return found
 
 
+class Worker:
+    """A peer that steps by itself, between rounds: its net, its optimizer, and where it is."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer, options = peer, peer.spec.model
+        self.net = make_net(**{key: options[key] for key in ("width", "norm", "seed") if key in options})
+        self._optimizer = make_optimizer(
+            self.net.parameters(), options.get("optimizer", "sgd"), options.get("lr", 0.05)
+        )
+        self._data, self._epoch = Numbered(peer.spec.data_samples), 0
+        self._given: dict[int, np.ndarray] = {}
+
+    def train(self, step: int, base: dict[int, np.ndarray]) -> tuple[np.ndarray, int]:
+        """On what it has in that step; returns how far its steps have led since the last one, and its samples."""
+        commit = self.peer.commits[step]
+        for indices, epoch in zip(commit.samples, commit.of, strict=True):
+            self.follow(epoch, base)
+            batch = self._data.rows(indices)
+            self._optimizer.zero_grad()
+            mse_loss(self.net(batch["x"]), batch["y"]).backward()
+            self._optimizer.step()
+        self.follow(step - 1, base)
+        self._given[step] = flat(self.net) - base[step - 1]
+        return self._given[step], len(commit.indices)
+
+    def follow(self, epoch: int, base: dict[int, np.ndarray]) -> None:
+        """To what all have at ``epoch``, and what its steps have done since it gave what is in there."""
+        while self._epoch < epoch:
+            own = flat(self.net) - base[self._epoch] - self._given[self._epoch + 1]
+            self._epoch += 1
+            torch.nn.utils.vector_to_parameters(
+                torch.from_numpy(base[self._epoch] + own).float(), self.net.parameters()
+            )
+
+
+def replay_outer(
+    peers: Sequence[Peer], rounds: int, *, lr: float, momentum: float, nesterov: bool
+) -> dict[int, np.ndarray]:
+    """What all peers have after each round: workers one after another, then an outer step of torch's SGD."""
+    workers = [Worker(peer) for peer in peers]
+    outer = torch.nn.Parameter(torch.from_numpy(flat(workers[0].net)))
+    optimizer = torch.optim.SGD([outer], lr=lr, momentum=momentum, nesterov=nesterov)
+    found = {0: outer.detach().numpy().copy()}
+    for step in range(1, rounds + 1):
+        changes = [worker.train(step, found) for worker in workers]
+        samples = sum(count for _, count in changes)
+        outer.grad = -torch.from_numpy(sum(change * (count / samples) for change, count in changes))
+        optimizer.step()
+        found[step] = outer.detach().numpy().copy()
+    return found
+
+
 def _by_parameters(peers: Sequence[Peer], step: int) -> dict[int, list[int]]:
     """The samples of all peers in that step, by the epoch whose parameters they saw."""
     found: dict[int, list[int]] = {}

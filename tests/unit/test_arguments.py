@@ -29,6 +29,7 @@ from lightning_hivemind.codecs import (
     TopKCompression,
 )
 from lightning_hivemind.errors import ArgumentError, LightningHivemindError
+from lightning_hivemind.outer import DiLoCo
 
 LOW_RANK = functools.partial(functools.partial, PowerSGDGradientAverager)
 
@@ -392,6 +393,18 @@ def test_neighbours_of_the_refused_are_allowed(arguments: dict[str, Any]) -> Non
 )
 def test_what_the_native_engine_has_no_use_for_is_named(arguments: dict[str, Any], names: list[str]) -> None:
     assert argument_rules.needless(Arguments(target_batch_size=8, **{"engine": "native", **arguments})) == names
+
+
+def test_outer_sets_use_local_updates() -> None:
+    """And what local updates exclude, it does."""
+    assert create(outer=DiLoCo()).use_local_updates
+    assert not create(outer=None).use_local_updates
+    with pytest.raises(ArgumentError, match="offload_optimizer=True"):
+        create(outer=DiLoCo(), offload_optimizer=True)
+    with pytest.raises(ArgumentError, match=r"outer=0\.7: a float is no DiLoCo; give DiLoCo"):
+        create(outer=0.7)
+    with pytest.raises(ArgumentError, match=r"outer=.*use engine=\"native\""):
+        create(outer=DiLoCo(), engine="hivemind")
 
 
 def test_a_ready_plateau_scheduler_is_refused_even_without_offload() -> None:

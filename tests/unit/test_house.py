@@ -22,7 +22,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"_version"},
     {"errors"},
-    {"events", "lightning_twins", "platform"},
+    {"events", "lightning_twins", "outer", "platform"},
     {"codecs", "network", "subscribers"},
     {"arguments"},  # above network: it hands out the settings that network declares
     {"engine"},

@@ -133,8 +133,11 @@ class Engine(Protocol):
     def swarm_samples(self) -> int:
         """Samples that the swarm is known to have accumulated for the current epoch."""
 
-    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
-        """Continue from a checkpoint: the optimizer's state dict, and the epoch that it belongs to."""
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model and the optimizer's state."""
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint: the optimizer's state dict, the epoch that it belongs to, and :meth:`kept`."""
 
     def request_stop(self, reason: str) -> None:
         """Ask the whole run to stop; carried to the others by the next commits."""

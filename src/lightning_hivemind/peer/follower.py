@@ -56,7 +56,10 @@ class FollowingEngine:
     def rescale(self, factor: float) -> None:
         """Only rank 0 sums."""
 
-    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+    def kept(self) -> dict[str, Any]:
+        return {}  # rank 0 writes checkpoints
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(dict(optimizer_state))
         self.epoch = epoch
 

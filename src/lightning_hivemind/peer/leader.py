@@ -84,8 +84,11 @@ class LeadingEngine:
     def rescale(self, factor: float) -> None:
         self._engine.rescale(factor)
 
-    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
-        self._engine.restore(optimizer_state, epoch)
+    def kept(self) -> dict[str, Any]:
+        return self._engine.kept()
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
+        self._engine.restore(optimizer_state, epoch, kept)
 
     def request_stop(self, reason: str) -> None:
         self._engine.request_stop(reason)

@@ -119,7 +119,7 @@ class TrainingSession:
         self._progress.attach()
         self._first = FirstToKnow(self._trainer, self._strategy.package, self.before_validation)
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
-            self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step)
+            self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step, {})
 
     def _engine_for(self, training: PeerTraining, network: Callable[[], PeerNetwork]) -> Engine:
         """What this rank of the peer has for an engine."""
@@ -137,8 +137,12 @@ class TrainingSession:
             sums_first=not self._a.use_local_updates,
         )
 
-    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
-        self.engine.restore(optimizer_state, epoch)
+    def kept(self) -> dict[str, Any]:
+        """See :meth:`.Engine.kept`."""
+        return self.engine.kept()
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
+        self.engine.restore(optimizer_state, epoch, kept)
         self._progress.follow(epoch, committed=False)
 
     def synchronise(self) -> None:

@@ -380,7 +380,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(trainee: Trainee) -> None:
     again = Trainee(trainee.way, seed=5, buffers=[trainee.buffers[0].clone()])
     for mine, theirs in zip(again.parameters, trainee.parameters, strict=True):
         mine.data.copy_(theirs)
-    again.stepper.load(saved, head(2))
+    again.stepper.load(saved, head(2), {})
     assert again.stepper.head == head(2)
     assert again.stepper.statistics.changes(2).tolist() == [0.0, 0.0]
     for epoch, average in enumerate(given[2:], 3):

@@ -135,7 +135,7 @@ class CountingEngine:
     def request_stop(self, reason: str) -> None:
         self.stop_wanted = True
 
-    def restore(self, optimizer_state: Any, epoch: int) -> None:
+    def restore(self, optimizer_state: Any, epoch: int, kept: Any) -> None:
         self.epoch = epoch
 
     def synchronise(self) -> StepOutcome:
@@ -204,7 +204,7 @@ def test_schedulers_stand_where_the_global_step_says_before_the_first_batch(load
     optimizer = trainer.optimizers[0]
     session.engine = cast(Engine, CountingEngine(epoch=0))
     session._make_scheduler(optimizer)
-    session.restore(optimizer.state_dict(), 10)
+    session.restore(optimizer.state_dict(), 10, {})
     config.scheduler.load_state_dict({**config.scheduler.state_dict(), "last_epoch": loaded})
     optimizer.param_groups[0]["lr"] = 0.5**loaded
     session.synchronise()

@@ -22,7 +22,7 @@ from lightning_hivemind.engine.native.codecs.mapping import map_codec
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.handover import Handover
 from lightning_hivemind.engine.native.memory import Memory
-from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, overlaps
+from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, overlaps, way_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.reports import Reports
 from lightning_hivemind.engine.native.state.moment import await_step
@@ -54,6 +54,7 @@ class NativeEngine:
             delayed=bool(arguments.delay_optimizer_step),
             local=local,
             moments=arguments.average_opt_statistics,
+            outer=arguments.outer,
         )
         self.optimizer = self._stepper.optimizer
         late = bool(arguments.delay_grad_averaging) + bool(arguments.delay_optimizer_step)
@@ -86,10 +87,7 @@ class NativeEngine:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        what = ", ".join(["parameters", *self._a.average_opt_statistics]) if self._a.use_local_updates else "gradients"
-        what += f" by {self._stepper.low_rank.name}," if self._stepper.low_rank is not None else ""
-        clear = ", in the clear" if self._a.insecure_lan else ""
-        way = f"engine native, {what} {self._coding.name}{clear}"
+        way = way_of(self._a, self._stepper.low_rank, self._coding)
         state_memory = StateMemory(self._memory, 4 * self._gradients.elements)
         if self._a.initial_peers and not self._a.auxiliary:  # it will take their state
             state_memory.prepare(self._stepper.state_bytes)
@@ -120,11 +118,14 @@ class NativeEngine:
             self._a, parts, self._records, self._whereabouts, self._training, self._stepper, self._events
         )
 
-    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+    def kept(self) -> dict[str, Any]:
+        return self._stepper.kept()
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
         # Of equal checkpoints one peer's is taken by all: the founder's, whoever that is.
         lineage = hashlib.sha256(f"checkpoint {self._a.run_id} {epoch} {self._network.peer_id}".encode()).digest()[:16]
         self._head = Head(epoch=epoch, lineage=lineage, samples=epoch * self._a.target_batch_size)
-        self._stepper.load(optimizer_state, self._head)
+        self._stepper.load(optimizer_state, self._head, kept)
 
     def synchronise(self) -> StepOutcome:
         parts, whereabouts = self._running(), self._whereabouts

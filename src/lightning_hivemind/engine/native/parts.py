@@ -65,6 +65,15 @@ class Parts:
             self.introductions.close()
 
 
+def way_of(arguments: Arguments, low_rank: LowRank | None, coding: Coding) -> str:
+    """How this peer averages, as others must, too."""
+    local = arguments.use_local_updates
+    what = ", ".join(["parameters", *arguments.average_opt_statistics]) if local else "gradients"
+    outer = f" with {arguments.outer}," if arguments.outer is not None else ""
+    ranks = f" by {low_rank.name}," if low_rank is not None else ""
+    return f"engine native, {what}{outer}{ranks} {coding.name}{', in the clear' if arguments.insecure_lan else ''}"
+
+
 def overlaps(arguments: Arguments) -> bool:
     """Whether batches go on while a round is under way."""
     averaged = arguments.delay_state_averaging if arguments.use_local_updates else arguments.delay_grad_averaging

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.native.host import host_zeros
+from lightning_hivemind.engine.native.outer import OuterStep
 
 #: of a sum over some thousand peers in float32, relative
 ROUNDING = 1e-4
@@ -38,14 +39,22 @@ class Statistics:
             this peer has seen and not given waits beside them.
         moments: of the optimizer, behind the others. They are always replaced: with what is carried added, a second
             moment could get below zero.
+        outer: how the first of them, parameters, are moved by the average of their changes; None: by just that.
 
     Attributes:
         base: copies in host memory of what all peers have in common.
         epoch: the global step that the tensors have been given; ``base`` may be one ahead, until :meth:`publish`.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, carries: bool = False, moments: Sequence[Tensor] = ()) -> None:
-        self.carries, self.moments = carries, len(moments)
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        carries: bool = False,
+        moments: Sequence[Tensor] = (),
+        outer: OuterStep | None = None,
+    ) -> None:
+        self.carries, self.moments, self.outer = carries, len(moments), outer
         averaged = [has_mean(one) for one in tensors]
         self.tensors = [*compress(tensors, averaged), *moments]
         self.own = [one for one, is_averaged in zip(tensors, averaged, strict=True) if not is_averaged]
@@ -130,8 +139,12 @@ class Statistics:
             if left is not None and counted is not None:
                 left -= counted
             sizes, first_moment = [base.numel() for base in self.base], len(self.base) - self.moments
+            outer_steps = 0 if self.outer is None else len(self.outer)
             for place, (part, base) in enumerate(zip(torch.split(changes, sizes), self.base, strict=True)):
-                moved = _moved(base, part)
+                if self.outer is not None and place < outer_steps:
+                    moved = self.outer.moved(place, base, part)
+                else:
+                    moved = _moved(base, part)
                 base.copy_(moved if place < first_moment else _not_just_below_zero(moved, base))
             if left is not None:
                 left[self._carried :] = 0.0

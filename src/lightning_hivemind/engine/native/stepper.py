@@ -16,6 +16,7 @@ from lightning_hivemind.engine.base import Changed, PeerTraining
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory, populate
 from lightning_hivemind.engine.native.moments import Moments
+from lightning_hivemind.engine.native.outer import OuterStep
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.content import Content
 from lightning_hivemind.engine.native.state.snapshot import (
@@ -32,6 +33,7 @@ from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
 from lightning_hivemind.engine.native.transfer import copy, finish
 from lightning_hivemind.engine.prints import print_of
 from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.outer import DiLoCo
 
 
 class Stepper:
@@ -42,6 +44,7 @@ class Stepper:
         delayed: steps are made in a thread of their own, on copies in host memory.
         local: every batch's gradient is used at once (``use_local_updates``); what is averaged are the parameters,
             and ``moments`` of the optimizer by these names (else they are equal anyway).
+        outer: ``local``: what is done with the average of how these steps have moved the parameters.
 
     Attributes:
         optimizer: the user's, or one like it over copies of the parameters in host memory.
@@ -58,6 +61,7 @@ class Stepper:
         delayed: bool,
         local: bool = False,
         moments: Sequence[str] = (),
+        outer: DiLoCo | None = None,
     ) -> None:
         self._training, self.trail, self._local = training, Trail(head), local
         self._model = _parameters(training.optimizer)
@@ -69,7 +73,10 @@ class Stepper:
         self._trained = [p.requires_grad for p in self._model]
         averaged = [p for p in self._model if p.requires_grad and local]
         self._moments = Moments(self.optimizer, moments if local else ())
-        self.statistics = Statistics([*averaged, *training.state_tensors], carries=local, moments=self._moments.tensors)
+        self._outer = None if outer is None else OuterStep(outer, averaged)
+        self.statistics = Statistics(
+            [*averaged, *training.state_tensors], carries=local, moments=self._moments.tensors, outer=self._outer
+        )
         #: a print of what is given out of the module, while something else may be put there
         self._print: str | None = None
         #: what is part of a state besides, and travels with it
@@ -80,6 +87,8 @@ class Stepper:
         #: how many states took the place of what was trained here; the last copy: its key, and that number then
         self._states = 0
         self._copied: tuple[bytes, int] | None = None
+        #: what a checkpoint has brought
+        self._loaded: Mapping[str, Any] = {}
         #: of the state that is given, while it is the one that is here
         self._given: weakref.ref[Content] | None = None
         #: for batches change it, too
@@ -110,7 +119,8 @@ class Stepper:
     @property
     def _shared(self) -> list[Tensor]:
         """What belongs to a state besides the optimizer and its parameters, and is equal at all peers."""
-        return [*self.statistics.base, *([] if self.low_rank is None else [self.low_rank.carried])]
+        low_rank = [] if self.low_rank is None else [self.low_rank.carried]
+        return [*self.statistics.base, *low_rank, *([] if self._outer is None else self._outer.velocity)]
 
     # ------------------------------------------------------------------ steps
 
@@ -182,6 +192,8 @@ class Stepper:
         """With what the model has now: hooks may have put it there since the optimizer was made."""
         with self._changes():
             self._rebase()
+            if self._outer is not None:
+                self._outer.load(self._loaded, self.statistics.base)
 
     @torch.no_grad()
     def _rebase(self) -> None:
@@ -191,8 +203,16 @@ class Stepper:
                 stepped.copy_(mine)
         self.statistics.rebase(self.head.epoch)
 
-    def load(self, optimizer_state: Mapping[str, Any], head: Head) -> None:
+    def kept(self) -> dict[str, Any]:
+        """What :meth:`load` needs besides the optimizer's state."""
+        if self._outer is None:
+            return {}
+        with self.lock:
+            return self._outer.kept(self.statistics.base)
+
+    def load(self, optimizer_state: Mapping[str, Any], head: Head, kept: Mapping[str, Any]) -> None:
         """Continue from a checkpoint, whose parameters the model has already."""
+        self._loaded = kept
         with self._changes(), torch.no_grad():
             self.optimizer.load_state_dict(dict(optimizer_state))
             self._moments.keep()

@@ -85,7 +85,10 @@ class StockEngine:
         self._training.make_scheduler(self.optimizer)
         self._session = EpochRounds(self._a, parts, self._records, self._training, self._events)
 
-    def restore(self, optimizer_state: Mapping[str, Any], epoch: int) -> None:
+    def kept(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
         parts = self._require_parts()
         self.optimizer.load_state_dict(dict(optimizer_state))
         self._restored_epoch = epoch

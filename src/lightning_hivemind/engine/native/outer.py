@@ -1,0 +1,61 @@
+"""The outer step of :class:`~lightning_hivemind.outer.DiLoCo`, on what all peers have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hivemind.outer import DiLoCo
+
+log = logging.getLogger("lightning_hivemind")
+
+
+class OuterStep:
+    """SGD whose gradient is how far the peers' own steps have led, the other way round; in host memory.
+
+    In float64 from step to step, rounded once: peers on unlike processors then make the same one.
+
+    Args:
+        parameters: whose shapes it has.
+
+    Attributes:
+        velocity: float32 CPU, for each parameter: the momentum; equal at all peers.
+    """
+
+    def __init__(self, settings: DiLoCo, parameters: Sequence[Tensor]) -> None:
+        self._settings = settings
+        self.velocity = [torch.zeros(p.shape, dtype=torch.float32, device="cpu") for p in parameters]
+
+    def __len__(self) -> int:
+        return len(self.velocity)
+
+    def moved(self, place: int, base: Tensor, change: Tensor) -> Tensor:
+        """Parameter ``place``, which is ``base``, after the step, where peers have moved it by ``change``."""
+        settings, velocity = self._settings, self.velocity[place]
+        change = change.view_as(base).double()
+        momentum = velocity.double().mul_(settings.momentum).add_(change)
+        velocity.copy_(momentum)
+        step = change.add_(momentum, alpha=settings.momentum) if settings.nesterov else momentum
+        return base.double().add_(step, alpha=settings.lr).to(base.dtype)
+
+    def kept(self, base: Sequence[Tensor]) -> dict[str, Any]:
+        """For a checkpoint: copies of the momentum, and of what all peers have in common (the first of ``base``)."""
+        common = [one.clone() for one in base[: len(self)]]
+        return {"velocity": [one.clone() for one in self.velocity], "base": common}
+
+    @torch.no_grad()
+    def load(self, kept: Mapping[str, Any], base: Sequence[Tensor]) -> None:
+        """What :meth:`kept` gave; nothing of a checkpoint without it (of another way to train)."""
+        found = [*kept.get("velocity", ()), *kept.get("base", ())]
+        targets = [*self.velocity, *base[: len(self)]]
+        if not found:
+            return
+        if [one.shape for one in found] != [one.shape for one in targets]:
+            log.warning("the checkpoint's outer momentum is of another model: it is left away")
+            return
+        for target, value in zip(targets, found, strict=True):
+            target.copy_(value)
