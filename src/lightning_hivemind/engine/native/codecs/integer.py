@@ -118,7 +118,7 @@ class Blockwise8Bit(_Blocks):
 
 
 class Blockwise4Bit(_Blocks):
-    """Half a byte per value, one scale per 64 of them. Error: at most 1/14 of the block's largest value."""
+    """Half a byte per value, one scale per ``block`` of them. Error: at most 1/14 of the block's largest value."""
 
     def __init__(self, block: int = 64) -> None:
         super().__init__(f"blockwise 4 bit, {block}", _NIBBLE, block)

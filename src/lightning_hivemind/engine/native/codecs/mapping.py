@@ -21,12 +21,17 @@ _BY_NAME: dict[str, ChunkCodec] = {
     "Quantile8BitQuantization": Blockwise8Bit(),
     "BlockwiseQuantization": Blockwise8Bit(),
     "BFloat16Compression": BFloat16(),
-    "Blockwise4BitQuantization": Blockwise4Bit(),
 }
 #: a buffer of no more elements goes as it is: BatchNorm's statistics and counters, which are far larger than gradients
 SMALL = 4096
 _PACKAGES = ("hivemind", "lightning_hivemind")
-_OTHERS = ("TopKCompression", "SizeAdaptiveCompression", "RoleAdaptiveCompression", "PerTensorCompression")
+_OTHERS = (
+    "Blockwise4BitQuantization",
+    "TopKCompression",
+    "SizeAdaptiveCompression",
+    "RoleAdaptiveCompression",
+    "PerTensorCompression",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ def map_codec(given: Any, name: str) -> Coding:
     if kind in _BY_NAME and not vars(given):
         return _uniform(_BY_NAME[kind])
     match kind:
+        case "Blockwise4BitQuantization":
+            return _uniform(Blockwise4Bit(given.block))
         case "TopKCompression":
             return _uniform(TopK(given.kept))
         case "SizeAdaptiveCompression":
