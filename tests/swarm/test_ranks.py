@@ -235,6 +235,27 @@ def test_what_one_rank_wants_to_stop_all_peers_stop_at(swarm: Swarm) -> None:
     assert 4 <= ends.pop() < 12
 
 
+def test_one_rank_that_wants_to_stop_stops_a_peer_that_is_alone(swarm: Swarm) -> None:
+    (peer,) = swarm.start(
+        1, together=False, trainer=ENDLESS, strategy={"target_batch_size": 16}, free={"stops_at": [1, 4]}, **DDP
+    )
+    swarm.finish(timeout_s=60)
+    ends = [one.said("finished")[0] for one in (peer, peer.of_rank(1))]
+    assert 5 <= ends[0]["epoch"] == ends[1]["epoch"] <= 6  # the batch that wished it, and one by which all know
+    assert ends[0]["batches"] == ends[1]["batches"]
+
+
+def test_a_peer_whose_time_is_up_leaves_with_all_ranks(swarm: Swarm) -> None:
+    """Their clocks began at unlike moments."""
+    brief = {"trainer": {"max_steps": -1, "max_time": {"seconds": 4}}, **DDP}
+    first, second = swarm.start(2, peers=[{}, brief], trainer=ENDLESS, delay_s=0.02)
+    swarm.finish(second, timeout_s=60)
+    ends = [one.said("finished")[0] for one in (second, second.of_rank(1))]
+    assert ends[0]["batches"] == ends[1]["batches"]
+    at = max(first.commits)
+    first.wait_epoch(at + 3)
+
+
 def test_ranks_with_unlike_numbers_of_batches_are_told_so(swarm: Swarm) -> None:
     (peer,) = swarm.start(
         1, together=False, trainer={"max_epochs": 2}, data_samples=64, free={"batches_of_ranks": [4, 3]}, **DDP

@@ -55,6 +55,8 @@ class StopTogether:
         self._loop = trainer.fit_loop.epoch_loop
         self._min_steps, self._min_epochs = self._loop.min_steps, trainer.fit_loop.min_epochs
         self._asked = False
+        #: whether the time of this peer (of one of its ranks) is up; whether what one rank wishes all ranks know
+        self.time_is_up, self.known = False, True
 
     def wants_to_stop(self) -> bool:
         """True once, when this peer has a wish to stop the run that the swarm does not know yet."""
@@ -68,7 +70,7 @@ class StopTogether:
 
     def hold(self, epoch: int, *, alone: bool) -> None:
         """After a batch: with others around, a wish to stop must wait for the next global step."""
-        if alone or self._is_its_own():
+        if (alone and self.known) or self._is_its_own():
             self.release()
         else:
             self._loop.min_steps = max(self._min_steps or 0, epoch + 1)
@@ -87,8 +89,12 @@ class StopTogether:
         passes = self._trainer.fit_loop.epoch_progress.current.processed
         return bool(self._loop.global_step >= (self._min_steps or 0) and passes >= (self._min_epochs or 0))
 
-    def _is_its_own(self) -> bool:
-        return self._alone or any(
+    def timer_has_run_out(self) -> bool:
+        """Here, now. The ranks of a peer find that at unlike moments: see :attr:`time_is_up`."""
+        return any(
             type(callback).__name__ == "Timer" and (left := callback.time_remaining()) is not None and left <= 0
             for callback in self._trainer.callbacks
         )
+
+    def _is_its_own(self) -> bool:
+        return self._alone or self.time_is_up

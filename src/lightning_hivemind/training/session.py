@@ -105,6 +105,7 @@ class TrainingSession:
         if self._ranks.size > 1:
             self._sigterm = Sigterm(self._trainer)
             self._sigterm.attach()
+            self._stopping.known = False
         with self._ranks.together():
             self.engine = self._engine_for(training, network)
         self.engine.start()
@@ -168,12 +169,24 @@ class TrainingSession:
 
     def begin_batch(self, samples: int) -> int:
         """A batch of so many samples begins; returns how many this peer's ranks have in it."""
-        shares = self._ranks.share("batch", [samples, self._wish, self._sigterm is not None and self._sigterm.came])
-        total, self._wish = sum(int(share[0]) for share in shares), ""
+        shares = self._ranks.share(
+            "batch",
+            {
+                "samples": samples,
+                "wish": self._wish,
+                "sigterm": self._sigterm is not None and self._sigterm.came,
+                "time_is_up": self._stopping.timer_has_run_out(),
+                "should_stop": bool(self._trainer.should_stop),
+            },
+        )
+        total, self._wish = sum(int(share["samples"]) for share in shares), ""
         self._share = samples * len(shares) / total if total else 1.0
-        if self._sigterm is not None and any(share[2] for share in shares):
+        if self._sigterm is not None and any(share["sigterm"] for share in shares):
             self._sigterm.take_effect()
-        if self._ranks.leads and (wish := next((share[1] for share in shares if share[1]), "")):
+        self._stopping.time_is_up |= any(share["time_is_up"] for share in shares)
+        if any(share["should_stop"] for share in shares):
+            self._trainer.should_stop = self._stopping.known = True
+        if self._ranks.leads and (wish := next((share["wish"] for share in shares if share["wish"]), "")):
             self.request_stop(wish)
         outcome = self.engine.begin_batch()
         self._stepped_before |= self._settle(outcome)

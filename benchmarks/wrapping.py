@@ -1,0 +1,87 @@
+"""CPU time that a swarm's strategy adds to a micro-batch while no round is running, for each kind of peer.
+
+    python benchmarks/wrapping.py    # 3 minutes; writes benchmarks/results/wrapping.md
+
+Two Trainers with the same tiny model live side by side and train in turns of 100 batches, 1000 in all: one with the
+bare local strategy, which accumulates gradients, and one with the same inside of ``HivemindStrategy``, which does, too.
+Found is the CPU time of a rank's whole process, threads in the background included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, median
+
+from bench_bars import Bar, at_most
+from bench_results import Run, report, write
+from bench_stats import markdown_table, number
+
+TURNS, BATCHES, PATIENCE_S = 11, 100, 120.0
+#: of the first turn, in which everything happens for the first time, nothing counts
+WARM = 1
+#: by the name of the local strategy: devices
+KINDS = {"one process": ("auto", 1), "DDP, two ranks": ("ddp", 2)}
+LIMIT_MS = 0.5
+
+
+def added_ms(local_strategy: str, devices: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of CPU per batch of a rank: bare and in a swarm, turn by turn."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
+    with tempfile.TemporaryDirectory(prefix="wrapping-") as name:
+        folder, running = Path(name), []
+        try:
+            for contender in ("bare", "swarm"):
+                command = [sys.executable, str(Path(__file__).with_name("wrapping_peer.py")), name, contender]
+                command += [local_strategy, str(devices), str(TURNS), str(BATCHES)]
+                command += ["--swarm"] if contender == "swarm" else []
+                with open(folder / f"{contender}.log", "wb") as log:
+                    running.append(
+                        subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+                    )
+            found: dict[str, list[float]] = {"bare": [], "swarm": []}
+            for turn in range(TURNS):
+                for contender in ("bare", "swarm") if turn % 2 else ("swarm", "bare"):
+                    (folder / f"{contender}-{turn}.turn").touch()
+                    said = [folder / f"{contender}-{turn}-{rank}.cpu" for rank in range(devices)]
+                    deadline = time.monotonic() + PATIENCE_S
+                    while not all(path.exists() for path in said):
+                        if time.monotonic() > deadline:
+                            raise TimeoutError((folder / f"{contender}.log").read_text(encoding="utf-8")[-2000:])
+                        time.sleep(0.01)
+                    found[contender].append(1e3 * mean(float(one.read_text(encoding="utf-8")) for one in said))
+        finally:
+            for one in running:
+                os.killpg(one.pid, signal.SIGKILL)
+                one.wait()
+    return found["bare"][WARM:], found["swarm"][WARM:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="results/wrapping.md")
+    options = parser.parse_args()
+    began, rows, bars = Run(), [], list[Bar]()
+    for kind, (local_strategy, devices) in KINDS.items():
+        bare, swarm = added_ms(local_strategy, devices)
+        added = [one - other for one, other in zip(swarm, bare, strict=True)]
+        rows.append([kind, number(median(bare)), number(median(swarm)), number(median(added))])
+        bars.append(at_most(f"{kind}: added to a micro-batch", LIMIT_MS, added, " ms"))
+    facts = began.facts()
+    heads = ["peer", "bare, ms of CPU", "in a swarm", "added"]
+    text = report("What a swarm adds to a micro-batch", facts, markdown_table(heads, rows), bars)
+    print(text)
+    if options.write:
+        write("wrapping", text, facts, bars)
+    return 0 if all(bar.holds for bar in bars) else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped on the way out
+    sys.exit(main())
