@@ -131,9 +131,12 @@ def _delays(values: Values) -> None:
         raise refusal("offload_optimizer", False, wrong, "leave offload_optimizer away or set it to True")
 
 
+def _outer(values: Values) -> None:
+    values["use_local_updates"] |= values["outer"] is not None
+
+
 def _local_updates(values: Values) -> None:
     """Every peer steps with its own gradients: nothing about averaged gradients can have a meaning."""
-    values["use_local_updates"] |= values["outer"] is not None
     if not values["use_local_updates"]:
         return
     fix = "leave it away, or set use_local_updates=False"
@@ -369,6 +372,7 @@ def _network(values: Values, peers_from: str) -> None:
 
 # In this order: offload is resolved before the scheduler, whose rule depends on it.
 _RULES: tuple[Callable[[Values], None], ...] = (
+    _outer,
     _native,
     _local_updates,
     _delays,

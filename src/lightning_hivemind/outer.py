@@ -38,6 +38,8 @@ class DiLoCo:
         ):
             if not right:
                 raise ArgumentError(f"DiLoCo({name}={value!r}): give {wanted}")
+        object.__setattr__(self, "lr", float(self.lr))
+        object.__setattr__(self, "momentum", float(self.momentum))
 
 
 def _is_number(value: object) -> bool:

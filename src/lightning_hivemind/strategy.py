@@ -57,10 +57,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     """
 
     strategy_name = "hivemind"
-    # set in the twins, see lightning_twins
+    # set in the twins (see lightning_twins), or by their bases
     package: str
     mixin: type
-    # of the bases that a twin has
     cluster_environment: Any
     global_rank: int
     finish_gradients: Callable[[], None]
@@ -111,7 +110,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         self._session: TrainingSession | None = None
         self.extra_tensors = self.arguments.extra_tensors
         self._batch_samples = self._backwards = 0
-        self._last_epoch = 0
+        self._last_epoch, self._last_kept = 0, dict[str, Any]()
         self._left = False
         self._events_to_file = False
 
@@ -126,7 +125,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         package = package_of(accelerator)
         if package is not None and package != self.package:
             # a Trainer of the other Lightning package takes us: become its twin before it goes on
-            self._become(chosen(self.arguments.local_strategy, package))
+            self._become(chosen(self.arguments.local_strategy, package, of_trainer=True))
         self._accelerator = accelerator
 
     def spread(self) -> None:
@@ -248,8 +247,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # the parameters' own count: saved in the middle of a step (on_exception), Lightning's global_step is one less
-        kept = self._session.kept() if self._session is not None else {}
-        checkpoint[CHECKPOINT_KEY] = {"epoch": self.global_epoch, "run_id": self.arguments.run_id, "kept": kept}
+        checkpoint[CHECKPOINT_KEY] = {"epoch": self.global_epoch, "run_id": self.arguments.run_id}
+        if "optimizer_states" in checkpoint:  # else only weights are wanted
+            checkpoint[CHECKPOINT_KEY]["kept"] = self._session.kept() if self._session is not None else self._last_kept
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # ------------------------------------------------------------------ the end
@@ -266,7 +266,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         try:
             if session is not None:
                 self._last_epoch, self._left = session.epoch, True
-                session.close(self.arguments.shutdown_timeout)
+                self._last_kept = session.close(self.arguments.shutdown_timeout)
         finally:
             try:
                 if network is not None:
@@ -328,6 +328,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def _become(self, local: Local) -> None:
         """Be a strategy of such a peer."""
         self.__class__ = twin_of(self.mixin, local.package, local.bases)
+        accept_everywhere(self.__class__)
         if local.made is None:
             super().__init__(**local.settings)
         else:

@@ -110,7 +110,8 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
 
     Options: ``width``, ``norm``, ``seed``, ``dtype``, ``frozen``, ``unreached`` (the network); ``optimizer``, ``lr``,
     ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of
-    batches), ``scale_loss``; ``monitor_values`` (what validation logs, by global step); ``own_zero_grad``.
+    batches), ``scale_loss``, ``log_gradient_norm``; ``monitor_values`` (what validation logs, by global step);
+    ``own_zero_grad``.
     """
 
     class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -157,6 +158,12 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             if values:  # a metric that the test decides, by the number of committed steps
                 value = torch.tensor(float(values[min(self.trainer.global_step, len(values) - 1)]))
             self.log("val_loss", value)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            if options.get("log_gradient_norm"):
+                gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+                norm = torch.stack([one.norm() for one in gradients]).norm()
+                self.log("gradient_norm", norm, sync_dist=True)
 
         def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
             self.log("test_loss", mse_loss(self.net(batch["x"]), batch["y"]))

@@ -395,6 +395,8 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
                     ledger.on_commit = lambda epoch: self.write("step", trainer, model, epoch)
 
         def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if spec.free.get("raises_after") == [local_rank(), model.batches_seen]:
+                raise RuntimeError(f"induced failure after batch {model.batches_seen}")
             epoch = now_at(trainer, strategy)
             if strategy is None and epoch != self.epoch:
                 ledger.close(epoch)

@@ -25,7 +25,7 @@ def engine() -> str:
 
 
 def assert_ranks_equal(peer: Peer, steps: list[int]) -> None:
-    """All ranks of a peer have the same parameters and buffers, to the last bit."""
+    """All ranks of a peer have the same parameters, to the last bit. (Buffers: with DDP's next batch.)"""
     other = peer.of_rank(1)
     for step in steps:
         assert peer.commits[step].digest == other.commits[step].digest, f"ranks differ at step {step}"
@@ -186,6 +186,42 @@ def test_a_checkpoint_of_ranks_continues_them_and_a_peer_of_one_process(swarm: S
     assert sorted(rest.commits) == [4, 5, 6, 7, 8]
     assert rest.commits[4].digest == alone.commits[4].digest == half.commits[4].digest
     assert_ranks_equal(rest, [4, 5, 6, 7, 8])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_hooks_before_a_step_may_wait_for_all_ranks(swarm: Swarm, offload: bool) -> None:
+    """``self.log(..., sync_dist=True)`` of the averaged gradient's norm, which all ranks have."""
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"target_batch_size": 16, "offload_optimizer": offload},
+        model={"log_gradient_norm": True},
+        trainer={"max_steps": 6},
+        **DDP,
+    )
+    swarm.finish(timeout_s=60)
+    norms = [one.said("finished")[0]["metrics"]["gradient_norm"] for one in (peer, peer.of_rank(1))]
+    assert norms[0] == norms[1] > 0
+    assert_ranks_equal(peer, common_steps(peer))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_at_one_rank_ends_all_also_where_a_checkpoint_is_saved_on_it(swarm: Swarm, rank: int) -> None:
+    """For which the ranks wait for one another."""
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        trainer={**ENDLESS, "enable_checkpointing": True},
+        trainer_code={"callbacks": "[pl.callbacks.OnExceptionCheckpoint(spec.folder)]"},
+        free={"raises_after": [rank, 3]},
+        **DDP,
+    )
+    peer.wait_exit(code=1)
+    ends = [one.said("raised")[0] for one in (peer, peer.of_rank(1))]
+    assert ends[rank]["text"] == "induced failure after batch 3"
+    assert ends[1 - rank]["kind"] == "RanksError"
+    assert peer.said("PeerStopped")
+    assert (peer.folder / "on_exception.ckpt").exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

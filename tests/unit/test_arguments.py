@@ -403,6 +403,9 @@ def test_outer_sets_use_local_updates() -> None:
         create(outer=DiLoCo(), offload_optimizer=True)
     with pytest.raises(ArgumentError, match=r"outer=0\.7: a float is no DiLoCo; give DiLoCo"):
         create(outer=0.7)
+    with pytest.raises(ArgumentError, match="average_state_every=50"):
+        create(outer=DiLoCo(), average_state_every=50)
+    assert repr(DiLoCo(lr=1)) == repr(DiLoCo(lr=1.0))
     with pytest.raises(ArgumentError, match=r"outer=.*use engine=\"native\""):
         create(outer=DiLoCo(), engine="hivemind")
 

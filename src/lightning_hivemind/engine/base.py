@@ -25,7 +25,9 @@ class Changed(enum.IntFlag):
     """Buffers, and tensors that are averaged besides."""
     PARAMETERS = enum.auto()
     OPTIMIZER = enum.auto()
-    """Its state and settings: all of it is another peer's now."""
+    """Its state and settings."""
+    STATE = STATISTICS | PARAMETERS | OPTIMIZER
+    """All of it is another peer's now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

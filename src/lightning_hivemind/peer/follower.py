@@ -16,8 +16,8 @@ from lightning_hivemind.peer.words import Done, Step, Values, Word
 class FollowingEngine:
     """See the module, and :class:`~lightning_hivemind.engine.base.Engine`, of which it has all methods."""
 
-    def __init__(self, training: PeerTraining, ranks: Ranks, model: Replicas) -> None:
-        self._training, self._ranks, self._model = training, ranks, model
+    def __init__(self, training: PeerTraining, ranks: Ranks, model: Replicas, *, each_steps: bool) -> None:
+        self._training, self._ranks, self._model, self._each_steps = training, ranks, model, each_steps
         self.optimizer: torch.optim.Optimizer = training.optimizer
         self.epoch = self.local_samples = self.swarm_samples = 0
         self.num_peers = 1
@@ -60,7 +60,8 @@ class FollowingEngine:
         return {}  # rank 0 writes checkpoints
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(dict(optimizer_state))
+        if self._each_steps:
+            self.optimizer.load_state_dict(dict(optimizer_state))
         self.epoch = epoch
 
     def request_stop(self, reason: str) -> None:
@@ -93,8 +94,10 @@ class FollowingEngine:
         """One step of the optimizer, as rank 0 makes it now."""
         self.epoch = step.epoch
         if step.reached is not None:
-            self._model.gradients(step.reached)
+            (self._model.host_gradients if step.hooks_only else self._model.gradients)(step.reached)
         self._training.before_optimizer_step(self.optimizer)
+        if step.hooks_only:
+            return
         self.optimizer.step()
         if step.reached is not None:
             self.epoch += 1

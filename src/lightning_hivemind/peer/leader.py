@@ -25,6 +25,7 @@ class LeadingEngine:
         each_steps: every rank has the optimizer's state, and steps. Else only rank 0 has (it lies in host memory), and
             the others are given parameters.
         sums_first: gradients are averaged before a step; else each rank steps on the batch's own, which they all have.
+        hooked: there are hooks of the user's just before a step, in which all ranks must be, whoever steps.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class LeadingEngine:
         *,
         each_steps: bool,
         sums_first: bool,
+        hooked: bool,
     ) -> None:
-        self._ranks, self._model, self._each_steps, self._sums_first = ranks, model, each_steps, sums_first
+        self._ranks, self._model, self._hooked = ranks, model, hooked
+        self._each_steps, self._sums_first = each_steps, sums_first
         self._prepare = training.before_optimizer_step
         self._changed = Changed(0)
         self._engine = make(replace(training, before_optimizer_step=self._before_step, changed=self._note))
@@ -126,18 +129,22 @@ class LeadingEngine:
         self._changed |= what
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        reached = [p.grad is not None for p in parameters]
         if self._each_steps:
-            reached = self._model.reached() if self._sums_first else None
-            self._ranks.tell(Step(self.epoch, reached))
-            if reached is not None:
+            self._ranks.tell(Step(self.epoch, reached if self._sums_first else None))
+            if self._sums_first:
                 self._model.gradients(reached)
+        elif self._hooked:
+            self._ranks.tell(Step(self.epoch, reached, hooks_only=True))
+            self._model.host_gradients(reached, parameters)
         self._prepare(optimizer)
 
     def _tell(self, what: str, outcome: StepOutcome | None = None, *, value: float = 0.0) -> StepOutcome:
         outcome = outcome or StepOutcome(epoch=self.epoch, committed=False)
         changed, self._changed = self._changed, Changed(0)
-        if not self._each_steps:
-            changed &= ~Changed.OPTIMIZER
+        if changed == Changed.STATISTICS and not self._model.changes_with_statistics:
+            changed = Changed(0)
         if changed:
             self._ranks.tell(Values(self.epoch, int(changed)))
             self._model.values(changed)

@@ -40,8 +40,10 @@ def replicated(package: str, **settings: Any) -> Local:
     return Local(package, (Replicated, _class(package, "DDPStrategy")), settings)
 
 
-def chosen(local_strategy: Any, package: str) -> Local:
+def chosen(local_strategy: Any, package: str, *, of_trainer: bool = False) -> Local:
     """What ``local_strategy`` says: a name that ``Trainer(strategy=...)`` takes, or a strategy object.
+
+    ``of_trainer``: the Trainer's package, which must be an object's, too.
 
     Raises:
         ArgumentError: it is neither, or not one for peers of a swarm.
@@ -51,22 +53,37 @@ def chosen(local_strategy: Any, package: str) -> Local:
     if isinstance(local_strategy, str):
         registry = lightning_module(package, "strategies").StrategyRegistry
         if local_strategy not in registry:
-            names = ", ".join(sorted(name for name in registry if "ddp" in name))
+            names = ", ".join(sorted(name for name in registry if "ddp" in name and "spawn" not in name))
             raise ArgumentError(f"local_strategy={local_strategy!r}: there is no such strategy. Give one of {names}.")
         entry = registry[local_strategy]
-        return Local(package, _bases(entry["strategy"], local_strategy, package), dict(entry["init_params"]))
+        settings = dict(entry["init_params"])
+        return Local(
+            package, _bases(entry["strategy"], local_strategy, package, settings.get("start_method")), settings
+        )
     its = package_of(local_strategy)
     if its is None or isinstance(local_strategy, type):
         raise ArgumentError(
             f"local_strategy={local_strategy!r}: {kind_of(local_strategy)} is no strategy. Give what"
             ' Trainer(strategy=...) takes: a name ("ddp"), or a strategy object (DDPStrategy(static_graph=True)).'
         )
-    return Local(its, _bases(type(local_strategy), local_strategy, its), made=vars(local_strategy))
+    if of_trainer and its != package:
+        raise ArgumentError(
+            f"local_strategy={local_strategy!r}: it is of {its}, the Trainer of {package}. Take both from one package."
+        )
+    made = dict(vars(local_strategy))
+    return Local(its, _bases(type(local_strategy), local_strategy, its, made.get("_start_method")), made=made)
 
 
-def _bases(strategy: Any, said: Any, package: str) -> tuple[type, ...]:
+def _bases(strategy: Any, said: Any, package: str, start_method: Any) -> tuple[type, ...]:
+    if start_method == "spawn":
+        raise ArgumentError(
+            f"local_strategy={said!r}: spawned ranks would get this strategy through pickle, which it does not bear."
+            ' Use "ddp", which starts the script once for each rank.'
+        )
     if isinstance(strategy, type) and issubclass(strategy, _class(package, "DDPStrategy")):
-        return (Replicated, strategy)
+        others = [_class(package, name) for name in ("DeepSpeedStrategy", "XLAStrategy")]
+        if not issubclass(strategy, tuple(others)):
+            return (Replicated, strategy)
     raise ArgumentError(f'local_strategy={said!r}: a peer of a swarm cannot be such a one yet. Use "auto" or DDP.')
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
+import os
 import secrets
 import socket
 import time
@@ -24,8 +26,16 @@ from lightning_hivemind.peer.words import Failed, Item, Shared, Waiting, Word, d
 POLL_S = 0.5
 #: how long ranks of one machine, or of neighbours, may take to find rank 0's socket
 CONNECT_S = 60.0
+#: after which rank 0 says for whom it waits, again and again
+TELL_S = 30.0
+#: how long a rank that fails waits for rank 0 to end: launchers kill rank 0 once another one has
+PATIENCE_S = 10.0
+_RANK_BYTES = 4
 
 T = TypeVar("T", bound=Word)
+
+log = logging.getLogger("lightning_hivemind")
+_KEPT: list[Connection] = []
 
 
 class Group(Protocol):
@@ -33,6 +43,7 @@ class Group(Protocol):
 
     global_rank: int
     world_size: int
+    num_nodes: int
     cluster_environment: Any
 
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
@@ -50,6 +61,7 @@ class Ranks:
         self.rank, self.size, self._connections = rank, size, connections or []
         #: how many words rank 0 has said, and how many this rank has heard
         self._said = self._heard = 0
+        self._failed = False
         for one in self._connections:
             not_inherited(one)
 
@@ -83,7 +95,7 @@ class Ranks:
         if not self.leads:
             self._send(self._connections[0], Item(what, value), 0)
             return self.expect(Shared, what, self.hear(what)).values
-        items = [self.expect(Item, what, self._answer(one, rank)) for rank, one in self._others()]
+        items = [self.expect(Item, what, self._answer(one, rank, what)) for rank, one in self._others()]
         values = [value, *(item.value for item in items)]
         self.tell(Shared(what, values))
         return values
@@ -104,6 +116,7 @@ class Ranks:
         word = self._receive(connection, 0)
         self._heard += 1
         if isinstance(word, Failed):
+            self._failed = True
             raise RanksError(f"rank 0 of this peer has ended: {word.reason}")
         return word
 
@@ -120,19 +133,38 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What rank 0 raises within ends the others, too."""
+        """What is raised within ends the other ranks, too."""
         try:
             yield
         except BaseException as error:
-            if self.leads:
-                with contextlib.suppress(RanksError):
-                    self.tell(Failed(f"{type(error).__name__}: {error}"))
+            self.fail(error)
             raise
 
+    def fail(self, error: BaseException) -> None:
+        """This rank ends by that, so all others do, before they wait for it in a collective."""
+        if self._failed:
+            return
+        self._failed = True
+        if self.leads:
+            with contextlib.suppress(RanksError):
+                self.tell(Failed(f"{type(error).__name__}: {error}"))
+        else:
+            for one in self._connections:
+                with contextlib.suppress(OSError):
+                    _half_closed(one)
+
     def close(self) -> None:
-        """Safe to call twice."""
+        """Safe to call twice. Who has failed leaves rank 0 the time to end as it should."""
         connections, self._connections = self._connections, []
+        if self._failed and self.leads:
+            _KEPT.extend(connections)  # until this process has ended, which the others wait for
+            return
+        deadline = time.monotonic() + PATIENCE_S
         for one in connections:
+            with contextlib.suppress(OSError, EOFError):
+                while self._failed and time.monotonic() < deadline:
+                    if one.poll(POLL_S):
+                        one.recv_bytes()
             one.close()
 
     # ------------------------------------------------------------------ private
@@ -146,9 +178,14 @@ class Ranks:
         except OSError as error:
             raise _gone(rank) from error
 
-    def _answer(self, connection: Connection, rank: int) -> Word:
+    def _answer(self, connection: Connection, rank: int, what: str) -> Word:
         """At rank 0: what a rank says that should say something."""
+        told = time.monotonic() + TELL_S
         while True:
+            while not self._comes(connection, rank):
+                if time.monotonic() > told:
+                    told = time.monotonic() + TELL_S
+                    log.warning("rank 0 of this peer waits for rank %d, which has not come to %r", rank, what)
             word = self._receive(connection, rank)
             if not isinstance(word, Waiting) or word.heard == self._said:  # else it has heard what it waited for
                 return word
@@ -172,7 +209,7 @@ class Ranks:
 def _listen(group: Group, size: int) -> list[Connection]:
     """Rank 0: a connection to each other rank, in order."""
     host, secret = group.cluster_environment.main_address, secrets.token_bytes(32)
-    with _server(host) as server:
+    with _server(host, neighbours=group.num_nodes > 1) as server:
         group.broadcast((host, server.getsockname()[1], secret.hex()))
         found: dict[int, Connection] = {}
         deadline = time.monotonic() + CONNECT_S
@@ -183,30 +220,31 @@ def _listen(group: Group, size: int) -> list[Connection]:
             except OSError as error:
                 missing = sorted(set(range(1, size)) - set(found))
                 raise RanksError(f"ranks {missing} of this peer did not come within {CONNECT_S:.0f} s") from error
-            connection = _connection(joined)
-            rank = _greeted(connection, secret)
+            rank = _greeted(joined, secret)
             if rank is None or not 0 < rank < size or rank in found:
-                connection.close()  # a stranger
+                joined.close()  # a stranger
             else:
-                found[rank] = connection
+                found[rank] = _connection(joined)
     return [found[rank] for rank in range(1, size)]
 
 
 def _dial(group: Group, rank: int) -> Connection:
     host, port, secret = group.broadcast(None)
     try:
-        connection = _connection(socket.create_connection((host, port), timeout=CONNECT_S))
-        connection.send_bytes(bytes.fromhex(secret) + rank.to_bytes(4, "big"))
+        joined = socket.create_connection((host, port), timeout=CONNECT_S)
+        joined.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK_BYTES, "big"))
     except OSError as error:
         raise RanksError(f"rank {rank} of this peer cannot reach rank 0 at {host}:{port}: {error}") from error
-    return connection
+    return _connection(joined)
 
 
-def _server(host: str) -> socket.socket:
-    try:
-        return socket.create_server((host, 0))
-    except OSError:  # a name by which the others know this machine, and not one of its own
-        return socket.create_server(("", 0))
+def _server(host: str, *, neighbours: bool) -> socket.socket:
+    """``neighbours``: ranks on other machines, which know this one by a name that may be its loopback's here."""
+    if not neighbours:
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _connection(joined: socket.socket) -> Connection:
@@ -215,14 +253,20 @@ def _connection(joined: socket.socket) -> Connection:
     return Connection(joined.detach())
 
 
-def _greeted(connection: Connection, secret: bytes) -> int | None:
+def _greeted(joined: socket.socket, secret: bytes) -> int | None:
     """The rank at the other end, if it is one of this peer."""
-    with contextlib.suppress(OSError, EOFError):
-        if connection.poll(POLL_S):
-            said = connection.recv_bytes(len(secret) + 4)
-            if hmac.compare_digest(said[:-4], secret):
-                return int.from_bytes(said[-4:], "big")
+    joined.settimeout(POLL_S)
+    with contextlib.suppress(OSError):
+        said = joined.recv(len(secret) + _RANK_BYTES, socket.MSG_WAITALL)
+        if hmac.compare_digest(said[:-_RANK_BYTES], secret):
+            return int.from_bytes(said[-_RANK_BYTES:], "big")
     return None
+
+
+def _half_closed(connection: Connection) -> None:
+    """The other end hears that nothing comes any more, and can be heard."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(socket.SHUT_WR)
 
 
 def _gone(rank: int) -> RanksError:

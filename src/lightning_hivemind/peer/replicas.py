@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.engine.native.statistics import has_mean
 from lightning_hivemind.peer.ranks import Group, Ranks
 
 #: settings of an optimizer's groups that each rank keeps
@@ -30,11 +31,22 @@ class Replicas:
     """See the module. Every method is a collective: rank 0 gives, the others take.
 
     Args:
-        tensors: what is averaged besides parameters, on each rank in the same order.
+        tensors: what belongs to a state besides parameters, on each rank in the same order.
+        each_steps: every rank has the optimizer's state, and steps. Else only rank 0 has (it lies in host memory).
     """
 
-    def __init__(self, ranks: Ranks, group: Group, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> None:
-        self._ranks, self._group, self._optimizer, self._tensors = ranks, group, optimizer, list(tensors)
+    def __init__(
+        self,
+        ranks: Ranks,
+        group: Group,
+        optimizer: torch.optim.Optimizer,
+        tensors: Sequence[Tensor],
+        *,
+        each_steps: bool,
+    ) -> None:
+        self._ranks, self._group, self._optimizer, self._each_steps = ranks, group, optimizer, each_steps
+        self._averaged = [one for one in tensors if has_mean(one)]
+        self._own = [one for one in tensors if not has_mean(one)]
         #: for what lies in host memory: NCCL does not send that
         self._host = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
@@ -42,9 +54,10 @@ class Replicas:
     def parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def reached(self) -> list[bool]:
-        """For each parameter whether it has a gradient."""
-        return [p.grad is not None for p in self.parameters]
+    @property
+    def changes_with_statistics(self) -> bool:
+        """Whether there is anything that :attr:`.Changed.STATISTICS` means."""
+        return bool(self._averaged)
 
     @torch.no_grad()
     def gradients(self, reached: Sequence[bool]) -> None:
@@ -57,14 +70,29 @@ class Replicas:
         self._broadcast(p.grad for p in self.parameters if p.grad is not None)
 
     @torch.no_grad()
+    def host_gradients(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
+        """As :meth:`gradients`, from ``given`` parameters of rank 0 in host memory."""
+        for place, (parameter, has) in enumerate(zip(self.parameters, reached, strict=True)):
+            gradient = given[place].grad if given is not None else None
+            if given is None:
+                gradient = torch.empty(parameter.shape, dtype=torch.float32, device="cpu") if has else None
+                parameter.grad = None
+            if gradient is not None:
+                self._broadcast([gradient])
+            if given is None and gradient is not None:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+    @torch.no_grad()
     def values(self, changed: Changed) -> None:
         """What has changed."""
         if changed & Changed.PARAMETERS:
             self._broadcast(p.data for p in self.parameters)
         if changed & Changed.STATISTICS:
-            self._broadcast(self._tensors)
-        if changed & Changed.OPTIMIZER:
+            self._broadcast(self._averaged)
+        if changed & Changed.OPTIMIZER and self._each_steps:
             self._share_optimizer()
+        if changed & Changed.STATE == Changed.STATE:
+            self._broadcast(self._own)
 
     # ------------------------------------------------------------------ private
 
@@ -73,7 +101,9 @@ class Replicas:
         state, groups = self._group.broadcast(self._described() if leads else None)
         if not leads:
             for parameter, entry in zip(self.parameters, state, strict=True):
-                optimizer.state[parameter] = {name: _made(one, parameter.device) for name, one in entry.items()}
+                optimizer.state.pop(parameter, None)
+                if entry:
+                    optimizer.state[parameter] = {name: _made(one, parameter) for name, one in entry.items()}
             for group, theirs in zip(optimizer.param_groups, groups, strict=True):
                 group.update(theirs)
         told = (optimizer.state[p][name] for p, entry in zip(self.parameters, state, strict=True) for name in entry)
@@ -105,7 +135,10 @@ def _described(value: Any) -> Any:
     return _Like(value.dtype, tuple(value.shape), value.device.type == "cpu") if isinstance(value, Tensor) else value
 
 
-def _made(told: Any, device: torch.device) -> Any:
+def _made(told: Any, parameter: Tensor) -> Any:
     if not isinstance(told, _Like):
         return told
-    return torch.empty(told.shape, dtype=told.dtype, device="cpu" if told.on_host else device)
+    device = torch.device("cpu") if told.on_host else parameter.device
+    if told.shape == parameter.shape:  # as it lies: fused optimizers do not look
+        return torch.empty_like(parameter, dtype=told.dtype, device=device, requires_grad=False)
+    return torch.empty(told.shape, dtype=told.dtype, device=device)

@@ -28,11 +28,13 @@ class Step:
     """From rank 0: make the step from ``epoch`` now, as it does.
 
     ``reached``: for each parameter whether there is an averaged gradient, which comes next; None if the gradient of the
-    batch that has just ended is meant, which each rank has.
+    batch that has just ended is meant, which each rank has. ``hooks_only``: rank 0 alone steps, in host memory, where
+    the gradient comes from.
     """
 
     epoch: int
     reached: list[bool] | None
+    hooks_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

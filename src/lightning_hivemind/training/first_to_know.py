@@ -14,17 +14,33 @@ class FirstToKnow:
     Args:
         package: whose Trainer it is.
         tell: called before each validation, and when training has ended.
+        tell_failure: called with what ends the fit, before callbacks save a checkpoint for which ranks wait.
     """
 
-    def __init__(self, trainer: Any, package: str, tell: Callable[[], None]) -> None:
+    def __init__(
+        self, trainer: Any, package: str, tell: Callable[[], None], tell_failure: Callable[[BaseException], None]
+    ) -> None:
         def told(self: Any, trainer: Any, module: Any) -> None:
             tell()
 
+        def failed(self: Any, trainer: Any, module: Any, error: BaseException) -> None:
+            tell_failure(error)
+
         base = lightning_module(package, "callbacks").Callback
         self._trainer = trainer
-        self._callback = type("SwarmFirstToKnow", (base,), {"on_validation_start": told, "on_train_end": told})()
+        hooks = {"on_validation_start": told, "on_train_end": told, "on_exception": failed}
+        self._callback = type("SwarmFirstToKnow", (base,), hooks)()
         trainer.callbacks.insert(0, self._callback)
 
     def remove(self) -> None:
         """Safe to call twice."""
         self._trainer.callbacks[:] = [one for one in self._trainer.callbacks if one is not self._callback]
+
+
+def hooks_before_steps(trainer: Any, package: str) -> bool:
+    """Whether anything of the user's runs just before a step, of the optimizer or of clipping."""
+    is_overridden = lightning_module(package, "utilities.model_helpers").is_overridden
+    base, module = lightning_module(package, "callbacks").Callback, trainer.lightning_module
+    return any(
+        is_overridden(name, module) for name in ("on_before_optimizer_step", "configure_gradient_clipping")
+    ) or any(is_overridden("on_before_optimizer_step", callback, base) for callback in trainer.callbacks)

@@ -23,7 +23,7 @@ from lightning_hivemind.peer.replicas import Replicas
 from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.bystander import Bystander
 from lightning_hivemind.training.checks import check_trainer
-from lightning_hivemind.training.first_to_know import FirstToKnow
+from lightning_hivemind.training.first_to_know import FirstToKnow, hooks_before_steps
 from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
 from lightning_hivemind.training.outside import outside
 from lightning_hivemind.training.precision import LossScale
@@ -62,7 +62,7 @@ class TrainingSession:
         self._bystander: Bystander | None = None
         self._ranks = Ranks()
         #: what a rank's loss is multiplied by, for the mean over ranks to be one over samples; and what it wishes
-        self._share, self._wish = 1.0, ""
+        self._share, self._wish, self._alone = 1.0, "", False
         self._sigterm: Sigterm | None = None
         self.auxiliary = arguments.auxiliary
         self.started = False
@@ -118,7 +118,7 @@ class TrainingSession:
         if self._zero_grad is not None:
             self._zero_grad.disable()
         self._progress.attach()
-        self._first = FirstToKnow(self._trainer, self._strategy.package, self.before_validation)
+        self._first = FirstToKnow(self._trainer, self._strategy.package, self.before_validation, self._ranks.fail)
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step, {})
 
@@ -126,21 +126,23 @@ class TrainingSession:
         """What this rank of the peer has for an engine."""
         if self._ranks.size == 1:
             return make_engine(self._a, network(), training, self._events)
-        model = Replicas(self._ranks, self._strategy, training.optimizer, training.state_tensors)
+        each_steps = not self._a.recreates_optimizer
+        model = Replicas(self._ranks, self._strategy, training.optimizer, training.state_tensors, each_steps=each_steps)
         if not self._ranks.leads:
-            return FollowingEngine(training, self._ranks, model)
+            return FollowingEngine(training, self._ranks, model, each_steps=each_steps)
         return LeadingEngine(
             lambda training: make_engine(self._a, network(), training, self._events),
             training,
             self._ranks,
             model,
-            each_steps=not self._a.recreates_optimizer,
+            each_steps=each_steps,
             sums_first=not self._a.use_local_updates,
+            hooked=hooks_before_steps(self._trainer, self._strategy.package),
         )
 
     def kept(self) -> dict[str, Any]:
         """See :meth:`.Engine.kept`."""
-        return self.engine.kept()
+        return self.engine.kept() if hasattr(self, "engine") else {}
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
         self.engine.restore(optimizer_state, epoch, kept)
@@ -169,17 +171,19 @@ class TrainingSession:
 
     def begin_batch(self, samples: int) -> int:
         """A batch of so many samples begins; returns how many this peer's ranks have in it."""
+        wish, self._wish = self._wish, ""
         shares = self._ranks.share(
             "batch",
             {
                 "samples": samples,
-                "wish": self._wish,
+                "wish": wish,
                 "sigterm": self._sigterm is not None and self._sigterm.came,
                 "time_is_up": self._stopping.timer_has_run_out(),
                 "should_stop": bool(self._trainer.should_stop),
+                "alone": self.engine.num_peers == 1,
             },
         )
-        total, self._wish = sum(int(share["samples"]) for share in shares), ""
+        total, self._alone = sum(int(share["samples"]) for share in shares), bool(shares[0]["alone"])
         self._share = samples * len(shares) / total if total else 1.0
         if self._sigterm is not None and any(share["sigterm"] for share in shares):
             self._sigterm.take_effect()
@@ -206,7 +210,7 @@ class TrainingSession:
         """See the strategy's. What a model says that is not the swarm's does not count."""
         if not self.started:  # Lightning's sanity check: nothing was trained, and no state taken
             return value
-        shares = self._ranks.share(f"swarm_mean {name}", [value, 0 if self.auxiliary else samples])
+        shares = self._ranks.share(f"swarm_mean {name}", [value, 0 if self.auxiliary else int(samples)])
         total = sum(share[1] for share in shares)
         if len(shares) > 1 and total:
             value = sum(share[0] * share[1] for share in shares if share[1]) / total
@@ -271,7 +275,9 @@ class TrainingSession:
         if stop is not None and outcome.epoch >= stop:
             self._stopping.stop()
         else:
-            self._stopping.hold(outcome.epoch, alone=self.engine.num_peers == 1)
+            self._stopping.hold(
+                outcome.epoch, alone=self._alone if self._ranks.size > 1 else self.engine.num_peers == 1
+            )
 
     def _settle(self, outcome: StepOutcome) -> bool:
         if outcome.committed and self._scale is not None and (factor := self._scale.after_commit()) != 1.0:
@@ -290,7 +296,8 @@ class TrainingSession:
         state: dict[str, Any] = self.engine.optimizer.state_dict()
         return state
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> dict[str, Any]:
+        """Returns what a checkpoint needs that is saved afterwards: see :meth:`kept`."""
         self._progress.detach()
         if self._sigterm is not None:
             self._sigterm.detach()
@@ -307,6 +314,7 @@ class TrainingSession:
                 self.engine.shutdown(timeout_s)
         finally:
             self._ranks.close()
+        return self.kept()
 
     def _warn_of_no_step(self) -> None:
         samples, target = self.engine.local_samples, self._a.target_batch_size

@@ -38,6 +38,4 @@ class Sigterm:
         launcher = self._trainer.strategy.launcher
         if not self.came and launcher is not None:
             launcher.kill(number)
-        self.came = True
-        if not self._trainer.training:  # validation ends by itself
-            self.take_effect()
+        self.came = True  # which all ranks hear with the next batch, that after a validation

@@ -71,6 +71,9 @@ def test_a_subclass_of_ours_may_give_it_too() -> None:
     [
         ("dpp", "there is no such strategy. Give one of ddp,"),
         ("fsdp", "cannot be such a one yet"),
+        ("deepspeed", "cannot be such a one yet"),
+        ("ddp_spawn", "spawned ranks"),
+        (DDPStrategy(start_method="spawn"), "spawned ranks"),
         (FSDPStrategy(), "cannot be such a one yet"),
         (SingleDeviceStrategy("cpu"), "cannot be such a one yet"),
         ("hivemind", "cannot be such a one yet"),
@@ -97,3 +100,10 @@ def test_what_is_not_seeded_each_peer_shuffles_in_its_own_way(monkeypatch: pytes
     assert seeds[0] != seeds[1]
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     assert "seed" not in made("ddp").distributed_sampler_kwargs
+
+
+def test_an_object_of_the_other_package_is_refused() -> None:
+    other: Any = pytest.importorskip("pytorch_lightning")
+    strategy = HivemindStrategy(target_batch_size=8, initial_peers=[], local_strategy=DDPStrategy())
+    with pytest.raises(ArgumentError, match=r"it is of lightning\.pytorch, the Trainer of pytorch_lightning"):
+        other.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)

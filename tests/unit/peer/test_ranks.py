@@ -32,7 +32,11 @@ class Group:
 
         environment = SimpleNamespace(main_address="127.0.0.1")
         return SimpleNamespace(
-            global_rank=rank, world_size=self.size, broadcast=broadcast, cluster_environment=environment
+            global_rank=rank,
+            world_size=self.size,
+            num_nodes=1,
+            broadcast=broadcast,
+            cluster_environment=environment,
         )
 
     @property
@@ -161,6 +165,23 @@ def test_what_rank_0_raises_the_others_raise_with_its_reason() -> None:
     assert str(first) == str(second) == "rank 0 of this peer has ended: ValueError: no such address"
 
 
+def test_what_another_rank_raises_rank_0_hears_at_once() -> None:
+    """Before that rank saves a checkpoint for which it waits for rank 0; and it can still be heard meanwhile."""
+
+    def act(ranks: Ranks) -> Any:
+        if ranks.leads:
+            with pytest.raises(RanksError, match="rank 1 of this peer has ended"):
+                ranks.share("batch", 1)
+            return None
+        ranks.fail(ValueError("no memory"))
+        began = time.monotonic()
+        ranks.close()
+        return time.monotonic() - began
+
+    _, waited = together(2, act)
+    assert waited < module.PATIENCE_S / 2, "rank 0 has gone"
+
+
 def test_who_does_not_know_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.2)
     group, found = Group(2), []
@@ -168,7 +189,8 @@ def test_who_does_not_know_the_secret_is_no_rank(monkeypatch: pytest.MonkeyPatch
     leader.start()
     host, port, _ = group.sent
     with socket.create_connection((host, port)) as silent, socket.create_connection((host, port)) as stranger:
-        stranger.sendall((36).to_bytes(4, "big") + bytes(32) + (1).to_bytes(4, "big"))
+        stranger.sendall(bytes(32) + (1).to_bytes(4, "big"))
+        silent.sendall(b"1")
         follower = Ranks.connect(group.of(1))
         leader.join(10)
         assert found

@@ -152,6 +152,9 @@ class CountingEngine:
     def shutdown(self, timeout_s: float) -> None:
         pass
 
+    def kept(self) -> dict[str, Any]:
+        return {}
+
     stop_epoch, local_samples, swarm_samples = None, 0, 0
 
 

@@ -13,6 +13,9 @@ from lightning_hivemind.outer import DiLoCo
 
 log = logging.getLogger("lightning_hivemind")
 
+#: values at a time: each takes 24 bytes meanwhile
+PIECE = 2**20
+
 
 class OuterStep:
     """SGD whose gradient is how far the peers' own steps have led, the other way round; in host memory.
@@ -35,12 +38,18 @@ class OuterStep:
 
     def moved(self, place: int, base: Tensor, change: Tensor) -> Tensor:
         """Parameter ``place``, which is ``base``, after the step, where peers have moved it by ``change``."""
-        settings, velocity = self._settings, self.velocity[place]
-        change = change.view_as(base).double()
+        moved = torch.empty_like(base, memory_format=torch.contiguous_format)
+        parts = (torch.split(one.reshape(-1), PIECE) for one in (base, change, self.velocity[place], moved.view(-1)))
+        for piece in zip(*parts, strict=True):
+            self._move(*piece)
+        return moved
+
+    def _move(self, base: Tensor, change: Tensor, velocity: Tensor, moved: Tensor) -> None:
+        settings, change = self._settings, change.double()
         momentum = velocity.double().mul_(settings.momentum).add_(change)
         velocity.copy_(momentum)
         step = change.add_(momentum, alpha=settings.momentum) if settings.nesterov else momentum
-        return base.double().add_(step, alpha=settings.lr).to(base.dtype)
+        moved.copy_(base.double().add_(step, alpha=settings.lr))
 
     def kept(self, base: Sequence[Tensor]) -> dict[str, Any]:
         """For a checkpoint: copies of the momentum, and of what all peers have in common (the first of ``base``)."""
@@ -49,7 +58,7 @@ class OuterStep:
 
     @torch.no_grad()
     def load(self, kept: Mapping[str, Any], base: Sequence[Tensor]) -> None:
-        """What :meth:`kept` gave; nothing of a checkpoint without it (of another way to train)."""
+        """What :meth:`kept` gave; nothing, if there is no checkpoint, or one of another way to train."""
         found = [*kept.get("velocity", ()), *kept.get("base", ())]
         targets = [*self.velocity, *base[: len(self)]]
         if not found:

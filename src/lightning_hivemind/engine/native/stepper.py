@@ -77,6 +77,8 @@ class Stepper:
         self.statistics = Statistics(
             [*averaged, *training.state_tensors], carries=local, moments=self._moments.tensors, outer=self._outer
         )
+        self._moments_changed = Changed.OPTIMIZER if self.statistics.moments else Changed(0)
+        training.changed(self._moments_changed)  # made before the first step
         #: a print of what is given out of the module, while something else may be put there
         self._print: str | None = None
         #: what is part of a state besides, and travels with it
@@ -154,8 +156,7 @@ class Stepper:
                 self._training.advance_schedulers(head.epoch)
                 self.trail.step(head, mine)
                 self.statistics.publish()
-            moments = Changed.OPTIMIZER if self.statistics.moments else Changed(0)
-            self._training.changed(Changed.PARAMETERS | Changed.STATISTICS | moments)
+            self._training.changed(Changed.PARAMETERS | Changed.STATISTICS | self._moments_changed)
             return
         self.settle(wait=True)
         begin = self._use(average)
@@ -194,6 +195,7 @@ class Stepper:
             self._rebase()
             if self._outer is not None:
                 self._outer.load(self._loaded, self.statistics.base)
+                self._loaded = {}
 
     @torch.no_grad()
     def _rebase(self) -> None:
@@ -308,7 +310,7 @@ class Stepper:
             if self.low_rank is not None:
                 self.low_rank.adopted(description.head.epoch)
             self.publish()
-        self._training.changed(Changed.PARAMETERS | Changed.OPTIMIZER)
+        self._training.changed(Changed.STATE)
         return undone
 
     def close(self) -> None:

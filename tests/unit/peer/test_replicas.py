@@ -1,0 +1,158 @@
+"""What rank 0 hands out the other ranks have as it has it: two processes, gloo."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.peer.ranks import Ranks
+from lightning_hivemind.peer.replicas import Replicas
+
+Act = Callable[[int, Any], Any]
+
+
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def run(rank: int, at: int, act: Act, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{at}", timeout=timedelta(seconds=30), rank=rank, world_size=2)
+
+    def broadcast(obj: Any, src: int = 0) -> Any:
+        held = [obj]
+        dist.broadcast_object_list(held, src)
+        return held[0]
+
+    group = SimpleNamespace(global_rank=rank, world_size=2, broadcast=broadcast)
+    torch.save(act(rank, group), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def of_both(act: Act) -> list[Any]:
+    """What ``act`` returns at each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "lightning_hivemind.peer.replicas"])
+        at = port()
+        processes = [context.Process(target=run, args=(rank, at, act, folder)) for rank in range(2)]
+        for one in processes:
+            one.start()
+        for one in processes:
+            one.join(60)
+            assert one.exitcode == 0
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+class Trained:
+    """A module in memory of unlike shapes, with an optimizer; rank 0 has made two steps, the other one none."""
+
+    def __init__(self, rank: int, group: Any, *, each_steps: bool = True, fused: bool = False) -> None:
+        torch.manual_seed(rank)
+        self.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+        self.unreached = torch.nn.Linear(2, 2)
+        self.mean, self.mask = torch.full((2,), float(rank)), torch.tensor([rank, rank])
+        self.parameters = [*self.conv.parameters(), *self.frozen.parameters(), *self.unreached.parameters()]
+        self.optimizer = torch.optim.Adam(self.parameters, lr=0.1 * (1 + rank), fused=fused)
+        for _ in range(0 if rank else 2):
+            self.step()
+        self.replicas = Replicas(Ranks(rank, 2), group, self.optimizer, [self.mean, self.mask], each_steps=each_steps)
+
+    def step(self) -> None:
+        torch.manual_seed(7)
+        self.optimizer.zero_grad()
+        self.conv(torch.randn(2, 3, 5, 5)).square().sum().backward()
+        self.optimizer.step()
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "parameters": [p.detach().clone() for p in self.parameters],
+            "state": self.optimizer.state_dict()["state"],
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "mean": self.mean,
+            "mask": self.mask,
+        }
+
+
+def take_a_state(rank: int, group: Any) -> Any:
+    one = Trained(rank, group, fused=True)
+    one.replicas.values(Changed.STATE)
+    before = one.told()
+    for _ in range(3):
+        one.step()
+    return before, one.told()
+
+
+def test_a_state_that_was_taken_is_whole_and_lies_as_it_should() -> None:
+    """Of parameters that are not contiguous, too, by which a fused optimizer steps on without looking."""
+    for mine, theirs in zip(*of_both(take_a_state), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def take(changed: Changed, *, each_steps: bool) -> Act:
+    return _Take(changed, each_steps)
+
+
+class _Take:
+    def __init__(self, changed: Changed, each_steps: bool) -> None:
+        self._changed, self._each_steps = changed, each_steps
+
+    def __call__(self, rank: int, group: Any) -> Any:
+        one = Trained(rank, group, each_steps=self._each_steps)
+        one.replicas.values(self._changed)
+        return one.told()
+
+
+def test_what_has_no_mean_is_each_ranks_own_but_for_a_state() -> None:
+    mine, theirs = of_both(take(Changed.STATISTICS, each_steps=True))
+    assert mine["mean"].tolist() == theirs["mean"].tolist() == [0.0, 0.0]
+    assert theirs["mask"].tolist() == [1, 1]
+    mine, theirs = of_both(take(Changed.STATE, each_steps=True))
+    assert theirs["mask"].tolist() == [0, 0]
+
+
+def test_where_rank_0_alone_steps_the_others_get_no_optimizers_state() -> None:
+    mine, theirs = of_both(take(Changed.STATE, each_steps=False))
+    torch.testing.assert_close(mine["parameters"], theirs["parameters"], rtol=0, atol=0)
+    assert mine["state"]
+    assert not theirs["state"]
+
+
+def take_gradients(rank: int, group: Any) -> Any:
+    one = Trained(rank, group)
+    for place, parameter in enumerate(one.parameters):
+        parameter.grad = None if rank == 0 and place > 1 else torch.full_like(parameter, rank + 1.0)
+    if rank:  # what an embedding may have left
+        one.parameters[0].grad = torch.ones(4, 3, 3, 3).to_sparse()
+    one.replicas.gradients([place < 2 for place in range(len(one.parameters))])
+    return [p.grad for p in one.parameters]
+
+
+def take_host_gradients(rank: int, group: Any) -> Any:
+    one = Trained(rank, group)
+    host = [p.detach().clone() for p in one.parameters]
+    for parameter in host[:2]:
+        parameter.grad = torch.ones_like(parameter)
+    one.replicas.host_gradients([place < 2 for place in range(len(host))], None if rank else host)
+    return [p.grad for p in (one.parameters if rank else host)]
+
+
+@pytest.mark.parametrize("act", [take_gradients, take_host_gradients])
+def test_gradients_are_rank_0s_and_where_it_has_none_nobody_has(act: Act) -> None:
+    mine, theirs = of_both(act)
+    assert [one is None for one in mine] == [one is None for one in theirs] == [False, False, True, True, True, True]
+    for one, other in zip(mine[:2], theirs[:2], strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, torch.ones_like(one))
