@@ -43,7 +43,9 @@ class LogSubscriber:
             self._dropped[event.reason] += 1
             if self._dropped[event.reason].bit_count() > 1:
                 return  # said at the 1st, 2nd, 4th, 8th ... only; every one is an event for other subscribers
-        log.log(max(self._level(event), self._least), event.describe())
+        level = max(self._level(event), self._least)
+        if log.isEnabledFor(level):  # there is one event for each batch
+            log.log(level, event.describe())
 
     def _level(self, event: Event) -> int:
         if isinstance(event, EpochCommitted) and time.monotonic() >= self._next_progress:
