@@ -28,6 +28,8 @@ BENCHMARKS = {
     "unequal": "python benchmarks/unequal.py",
     "forks": "python benchmarks/forks.py",
     "demo": "python benchmarks/demo.py",
+    "outer": "python benchmarks/outer.py",
+    "wrapping": "python benchmarks/wrapping.py",
     "soak-calm": "python benchmarks/soak.py --every 0",
     "soak": "python benchmarks/soak.py",
     **{

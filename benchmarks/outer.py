@@ -1,6 +1,6 @@
 """How well outer optimization learns, and with how many bytes, against a step for every batch.
 
-    python benchmarks/outer.py    # 15 minutes; writes benchmarks/results/outer.md
+    python benchmarks/outer.py    # 20 minutes; writes benchmarks/results/outer.md
 
 Four peers in processes of their own train the example's model at 0.22 million parameters, each with batches of four,
 1000 of them in all rows but one; found is the loss on text that nobody trains on. Bytes are what passed over loopback,

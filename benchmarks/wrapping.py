@@ -1,6 +1,6 @@
 """CPU time that a swarm's strategy adds to a micro-batch while no round is running, for each kind of peer.
 
-    python benchmarks/wrapping.py    # 3 minutes; writes benchmarks/results/wrapping.md
+    python benchmarks/wrapping.py    # a minute; writes benchmarks/results/wrapping.md
 
 Two Trainers with the same tiny model live side by side and train in turns of 100 batches, 1000 in all: one with the
 bare local strategy, which accumulates gradients, and one with the same inside of ``HivemindStrategy``, which does, too.
