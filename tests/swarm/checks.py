@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from swarm.harness import Peer
-from swarm.replay import distance
+from swarm.replay import distance, replay
 
 
 def assert_ledger(peers: Iterable[Peer]) -> None:
@@ -68,3 +70,15 @@ def together(peers: Sequence[Peer]) -> list[int]:
         events = peer.said("EpochCommitted", contributors=len(peers), fraction=1.0)
         sets.append({event["epoch"] for event in events})
     return sorted(set.intersection(*sets))
+
+
+def assert_one_process(peers: Sequence[Peer], steps: int) -> None:
+    """After so many steps they are, within 1e-5, one process that takes the samples which each step recorded."""
+    assert_complete(peers, range(1, steps + 1))
+    assert_ledger(peers)
+    expected = replay(peers, steps)
+    for peer in peers:
+        assert np.isfinite(peer.parameters(steps)).all()
+        assert distance(peer.parameters(steps), expected[steps]) < 1e-5
+    assert distance(expected[steps], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
+    assert_in_step(peers, [steps])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from swarm.checks import assert_complete, assert_in_step, assert_ledger
+from swarm.checks import assert_one_process
 from swarm.harness import Swarm
-from swarm.replay import distance, replay
 
 pytestmark = pytest.mark.swarm
 STEPS = 50
@@ -44,11 +42,4 @@ def test_two_peers_are_one_process_with_the_samples_of_both(swarm: Swarm, optimi
         2, model={"optimizer": optimizer, "lr": 0.01}, trainer={"max_steps": STEPS}, delay_s=0.01, data_samples=8192
     )
     swarm.finish(timeout_s=150)
-    assert_complete(peers, range(1, STEPS + 1))
-    assert_ledger(peers)
-    expected = replay(peers, STEPS)
-    for peer in peers:
-        assert np.isfinite(peer.parameters(STEPS)).all()
-        assert distance(peer.parameters(STEPS), expected[STEPS]) < 1e-5
-    assert distance(expected[STEPS], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
-    assert_in_step(peers, [STEPS])
+    assert_one_process(peers, STEPS)

@@ -6,12 +6,10 @@ import os
 import signal
 from typing import Any
 
-import numpy as np
 import pytest
 
-from swarm.checks import assert_complete, assert_in_step, assert_ledger
+from swarm.checks import assert_in_step, assert_one_process
 from swarm.harness import Peer, Swarm
-from swarm.replay import distance, replay
 from swarm.spec import ENDLESS
 
 pytestmark = pytest.mark.swarm
@@ -100,14 +98,7 @@ def test_ddp_and_a_peer_of_one_process_are_one_process_with_the_samples_of_all(s
         trainer={"max_steps": STEPS},
     )
     swarm.finish(timeout_s=150)
-    assert_complete(peers, range(1, STEPS + 1))
-    assert_ledger(peers)
-    expected = replay(peers, STEPS)
-    for peer in peers:
-        assert np.isfinite(peer.parameters(STEPS)).all()
-        assert distance(peer.parameters(STEPS), expected[STEPS]) < 1e-5
-    assert distance(expected[STEPS], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
-    assert_in_step(peers, [STEPS])
+    assert_one_process(peers, STEPS)
     steps = common_steps(peers[0])
     assert len(steps) > STEPS // 2
     assert_ranks_equal(peers[0], steps)

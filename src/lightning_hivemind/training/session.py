@@ -63,7 +63,7 @@ class TrainingSession:
         self._ranks = Ranks()
         #: what a rank's loss is multiplied by, for the mean over ranks to be one over samples; and what it wishes
         self._share, self._wish, self._alone = 1.0, "", False
-        self._sigterm: Sigterm | None = None
+        self._sigterm = Sigterm(trainer)
         self.auxiliary = arguments.auxiliary
         self.started = False
         self.drop_reason = "non-finite gradient"
@@ -103,7 +103,6 @@ class TrainingSession:
         )
         self._ranks = Ranks.connect(self._strategy)
         if self._ranks.size > 1:
-            self._sigterm = Sigterm(self._trainer)
             self._sigterm.attach()
             self._stopping.known = False
         with self._ranks.together():
@@ -177,7 +176,7 @@ class TrainingSession:
             {
                 "samples": samples,
                 "wish": wish,
-                "sigterm": self._sigterm is not None and self._sigterm.came,
+                "sigterm": self._sigterm.came,
                 "time_is_up": self._stopping.timer_has_run_out(),
                 "should_stop": bool(self._trainer.should_stop),
                 "alone": self.engine.num_peers == 1,
@@ -185,7 +184,7 @@ class TrainingSession:
         )
         total, self._alone = sum(int(share["samples"]) for share in shares), bool(shares[0]["alone"])
         self._share = samples * len(shares) / total if total else 1.0
-        if self._sigterm is not None and any(share["sigterm"] for share in shares):
+        if any(share["sigterm"] for share in shares):
             self._sigterm.take_effect()
         self._stopping.time_is_up |= any(share["time_is_up"] for share in shares)
         if any(share["should_stop"] for share in shares):
@@ -299,8 +298,7 @@ class TrainingSession:
     def close(self, timeout_s: float) -> dict[str, Any]:
         """Returns what a checkpoint needs that is saved afterwards: see :meth:`kept`."""
         self._progress.detach()
-        if self._sigterm is not None:
-            self._sigterm.detach()
+        self._sigterm.detach()
         if self._first is not None:
             self._first.remove()
         if self._bystander is not None:
@@ -364,8 +362,7 @@ class TrainingSession:
         )
 
     def _should_abort(self) -> bool:
-        came = self._sigterm is not None and self._sigterm.came
-        return came or bool(getattr(self._trainer, "received_sigterm", False))
+        return self._sigterm.came or bool(getattr(self._trainer, "received_sigterm", False))
 
     def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}

@@ -6,10 +6,7 @@ on, and asks by another one before each batch: ranks that are not at the same pl
 
 from __future__ import annotations
 
-import logging
 from typing import Any
-
-log = logging.getLogger("lightning_hivemind")
 
 
 class Sigterm:
