@@ -171,10 +171,14 @@ class HivemindStrategy(_Base, metaclass=Twinned):
             ) from None
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint of this strategy or of a plain Trainer."""
-        ours = checkpoint.get(CHECKPOINT_KEY, {})
-        epoch = ours.get("epoch", checkpoint["global_step"])
-        self._running().restore(checkpoint["optimizer_states"][0], int(epoch), ours.get("kept", {}))
+        self.resume(checkpoint, checkpoint["optimizer_states"][0])
+
+    def resume(self, checkpoint: Mapping[str, Any], optimizer_state: Mapping[str, Any]) -> None:
+        """As far as this strategy keeps count; ``optimizer_state``: what the optimizer has not loaded already."""
+        if self._session is not None:
+            ours = checkpoint.get(CHECKPOINT_KEY, {})
+            epoch = ours.get("epoch", checkpoint["global_step"])
+            self._session.restore(optimizer_state, int(epoch), ours.get("kept", {}))
 
     def on_train_start(self) -> None:
         """Before the first batch: take the swarm's state if it is ahead, or if this peer joins a run."""
@@ -240,7 +244,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer that really steps, as a plain Trainer would save it."""
-        if self._session is None:
+        if self._session is None or self._session.in_parts:
             state: dict[str, Any] = super().optimizer_state(optimizer)
             return state
         return self._session.optimizer_state()
@@ -361,13 +365,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
     def _write_events(self) -> None:
         path = self.arguments.events_path
         if path is not None and not self._events_to_file:
-            try:
-                self.events.subscribe(JsonLinesSubscriber(path))
-            except OSError as error:
-                raise ArgumentError(
-                    f"LIGHTNING_HIVEMIND_EVENTS={str(path)!r}: cannot be written: {error}. Nothing was"
-                    " started. Name a file in a writable directory."
-                ) from error
+            self.events.subscribe(JsonLinesSubscriber(path))
             self._events_to_file = True
 
     def _announce(self, network: PeerNetwork) -> None:

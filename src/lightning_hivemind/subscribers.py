@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.events import BatchDropped, EpochCommitted, Event
 
 log = logging.getLogger("lightning_hivemind")
@@ -55,11 +56,21 @@ class LogSubscriber:
 
 
 class JsonLinesSubscriber:
-    """Appends each event as one line of JSON to a file, flushed at once (a killed peer's last line is whole)."""
+    """Appends each event as one line of JSON to a file, flushed at once (a killed peer's last line is whole).
+
+    Raises:
+        ArgumentError: there can be no such file.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - lives as long as the peer
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - lives as long as the peer
+        except OSError as error:
+            raise ArgumentError(
+                f"LIGHTNING_HIVEMIND_EVENTS={str(path)!r}: cannot be written: {error}. Nothing was"
+                " started. Name a file in a writable directory."
+            ) from error
 
     def __call__(self, event: Event) -> None:
         self._file.write(json.dumps(event.as_dict()) + "\n")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 class OnCpus(DDPStrategy):
@@ -16,6 +18,15 @@ class OnCpus(DDPStrategy):
         self.model.register_comm_hook(  # type: ignore[union-attr,operator]
             self._ddp_comm_state, hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook)
         )
+
+
+class FsdpOnCpus(FSDPStrategy):
+    """Lightning's own, where Lightning and torch want a GPU: what a peer of it is compared with."""
+
+    def _setup_model(self, model: Any) -> Any:
+        device = torch.device("cpu")
+        kwargs, self.kwargs = self.kwargs, {}
+        return FullyShardedDataParallel(model, sharding_strategy=self.sharding_strategy, device_id=device, **kwargs)
 
 
 def hooked(strategy: Any, name: str) -> Any:

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
@@ -87,6 +90,21 @@ def make_net(width: int = 16, norm: bool = False, seed: int = 0, half: bool = Fa
         return nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
 
 
+def spread(net: nn.Sequential, mesh: Any, how: str) -> None:
+    """Over the ranks of a peer: tensor parallel, FSDP2, or both."""
+    if any(isinstance(p, DTensor) for p in net.parameters()):
+        return  # by a hook that came before
+    layers = [name for name, layer in net.named_children() if isinstance(layer, nn.Linear)]
+    if "tensor" in how:
+        plan = {layers[0]: ColwiseParallel(), layers[1]: RowwiseParallel()}
+        parallelize_module(net, mesh["tensor_parallel"], plan)
+    if "fsdp2" in how:
+        data = mesh["data_parallel"]
+        for name in layers:
+            fully_shard(net.get_submodule(name), mesh=data)
+        fully_shard(net, mesh=data)
+
+
 def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
@@ -111,7 +129,7 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
     Options: ``width``, ``norm``, ``seed``, ``dtype``, ``frozen``, ``unreached`` (the network); ``optimizer``, ``lr``,
     ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of
     batches), ``scale_loss``, ``log_gradient_norm``; ``monitor_values`` (what validation logs, by global step);
-    ``own_zero_grad``.
+    ``own_zero_grad``; ``parts`` (``"fsdp2"``, ``"tensor"``, ``"fsdp2 tensor"``: how the network is spread over ranks).
     """
 
     class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -130,6 +148,10 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             self.batches_seen = 0
             self.automatic_optimization = not options.get("manual", False)
             self.before_batch: Any = lambda batch: None
+
+        def configure_model(self) -> None:
+            if "parts" in options:
+                spread(self.net, self.device_mesh, options["parts"])
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.net(x)

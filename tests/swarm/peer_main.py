@@ -22,6 +22,7 @@ import torch
 
 from swarm.models import make_loader, make_model, pause
 from swarm.spec import PeerSpec, file_of
+from swarm.wholes import in_parts, wholes
 
 HOLD_S = 120.0
 
@@ -136,7 +137,7 @@ def digest_of(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def save_parameters(spec: PeerSpec, model: torch.nn.Module, epoch: int | str) -> None:
     """For the tests that compare within a tolerance; see ``Peer.parameters``."""
-    flat = torch.cat([p.detach().cpu().double().flatten() for p in model.parameters()])
+    flat = torch.cat([p.detach().cpu().double().flatten() for _, p in wholes(model)])
     np.save(Path(spec.folder) / file_of(local_rank(), f"parameters_{epoch}.npy"), flat.numpy())
 
 
@@ -171,9 +172,9 @@ def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, 
         names["CheckpointAtBatch"] = make_checkpoint_at_batch(pl)
     if any("DiLoCo(" in text for text in code.values()):
         names["DiLoCo"] = importlib.import_module("lightning_hivemind").DiLoCo
-    if any("hooked(" in text for text in code.values()):
+    if any("hooked(" in text or "OnCpus" in text for text in code.values()):
         hooks = importlib.import_module("swarm.hooks")
-        names |= {"hooked": hooks.hooked, "OnCpus": hooks.OnCpus}
+        names |= {"hooked": hooks.hooked, "OnCpus": hooks.OnCpus, "FsdpOnCpus": hooks.FsdpOnCpus}
     if any("PowerSGD" in text for text in code.values()):
         module = importlib.import_module("hivemind.optim.power_sgd_averager")
         names["PowerSGDGradientAverager"] = module.PowerSGDGradientAverager
@@ -306,7 +307,7 @@ def summary(trainer: Any, strategy: Any, model: Any) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "epoch": epoch,
         "current_epoch": trainer.current_epoch,
-        "digest": digest_of(model.named_parameters()),
+        "digest": digest_of(wholes(model)),
         "batches": model.batches_seen,
         "state": str(trainer.state.status.value),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -351,19 +352,20 @@ class BeforeBatch:
                 next(self._trainer.lightning_module.parameters()).mul_(1 + 2**-22)
         if number == 1 and "extra_value" in spec.free:
             self._strategy.arguments.extra_tensors[0].fill_(spec.free["extra_value"])
-        self._ledger.take(indices_of_all_ranks(batch), now_at(self._trainer, self._strategy))
+        self._ledger.take(indices_of_all_ranks(batch, self._trainer), now_at(self._trainer, self._strategy))
         if spec.delay_s and number >= spec.delay_from_batch:
             pause(spec.delay_s)
 
 
-def indices_of_all_ranks(batch: dict[str, Any]) -> list[int]:
-    """Of the samples that this peer has in a batch."""
+def indices_of_all_ranks(batch: dict[str, Any], trainer: Any) -> list[int]:
+    """Of the samples that this peer has in a batch: those of a group of tensor-parallel ranks once."""
     mine = batch["index"].tolist()
     if not torch.distributed.is_initialized():
         return list(mine)
-    found: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(found, mine)
-    return [index for one in found for index in one]
+    place = trainer.strategy.distributed_sampler_kwargs["rank"]
+    found: list[tuple[int, list[int]]] = [(0, [])] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, (place, mine))
+    return [index for one in dict(found).values() for index in one]
 
 
 def wait(condition: Any, what: str) -> None:
@@ -415,7 +417,9 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
                 recorder.write("optimizer_state", epoch=epoch, sum=total)
             # with local updates the batch after a step that was made just before it has moved them on
             moves_on = strategy is not None and strategy.arguments.use_local_updates
-            if event == "step" or epoch not in self.at_steps or not moves_on:
+            parts = in_parts(model)  # of which only rank 0 hears of a step when it is made
+            known = event == "commit" or not parts
+            if known and (parts or event == "step" or epoch not in self.at_steps or not moves_on):
                 save_parameters(spec, model, epoch)
             if event == "step":
                 self.at_steps.add(epoch)
@@ -424,7 +428,7 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
             recorder.write(
                 event,
                 epoch=epoch,
-                digest=digest_of(model.named_parameters()),
+                digest=digest_of(wholes(model)) if known else "",
                 buffers=digest_of(model.named_buffers()),
                 samples=[batch.indices for batch in samples],
                 of=[batch.epoch for batch in samples],
@@ -443,7 +447,7 @@ def make_recording(pl: ModuleType, spec: PeerSpec, strategy: Any, recorder: Reco
                     epoch=now_at(trainer, strategy),
                     global_step=trainer.global_step,
                     batch=model.batches_seen,
-                    digest=digest_of(model.named_parameters()),
+                    digest=digest_of(wholes(model)),
                 )
 
         def on_exception(self, trainer: Any, model: Any, exception: BaseException) -> None:

@@ -63,6 +63,8 @@ class PeerTraining:
             how many values there are besides.
         should_abort: asked while waiting; true means that this process is being stopped.
         last_step: the global step after which this peer's training ends; -1 if that is not known.
+        refresh: ``callable(what)``, called from the training thread: brings the parameters of ``optimizer``, or its
+            state, too, up to date, where ranks have them in parts. None: they always are.
         outside: of the module's parameters that are not the optimizer's, a name and a digest of all: a warning tells of
             peers with another one. Empty if there are none.
     """
@@ -79,6 +81,7 @@ class PeerTraining:
     should_abort: Callable[[], bool]
     last_step: Callable[[], int] = lambda: -1
     changed: Callable[[Changed], None] = lambda what: None
+    refresh: Callable[[Changed], None] | None = None
     outside: tuple[str, str] = ("", "")
 
     @property

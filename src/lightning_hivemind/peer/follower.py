@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from lightning_hivemind.engine.base import Changed, PeerTraining, StepOutcome
+from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
-from lightning_hivemind.peer.replicas import Replicas
-from lightning_hivemind.peer.words import Done, Step, Values, Word
+from lightning_hivemind.peer.words import Done, Gather, Step, Values, Word
 
 
 class FollowingEngine:
     """See the module, and :class:`~lightning_hivemind.engine.base.Engine`, of which it has all methods."""
 
-    def __init__(self, training: PeerTraining, ranks: Ranks, model: Replicas, *, each_steps: bool) -> None:
+    def __init__(self, training: PeerTraining, ranks: Ranks, model: PeerModel, *, each_steps: bool) -> None:
         self._training, self._ranks, self._model, self._each_steps = training, ranks, model, each_steps
-        self.optimizer: torch.optim.Optimizer = training.optimizer
+        self.optimizer: torch.optim.Optimizer = model.local
         self.epoch = self.local_samples = self.swarm_samples = 0
         self.num_peers = 1
         self.stop_epoch: int | None = None
@@ -36,6 +36,8 @@ class FollowingEngine:
         return self._follow("begin_batch")
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
+        if batch_samples:
+            self._model.gather_gradients()
         return self._follow("step")
 
     def before_validation(self) -> None:
@@ -60,7 +62,7 @@ class FollowingEngine:
         return {}  # rank 0 writes checkpoints
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
-        if self._each_steps:
+        if self._each_steps and not self._model.in_parts:
             self.optimizer.load_state_dict(dict(optimizer_state))
         self.epoch = epoch
 
@@ -83,6 +85,8 @@ class FollowingEngine:
                 self._make(word)
             elif isinstance(word, Values):
                 self._take(word)
+            elif isinstance(word, Gather):
+                self._model.refresh(Changed(word.what))
             else:
                 done = self._ranks.expect(Done, call, word)
                 self.epoch, self.num_peers, self.stop_epoch = done.epoch, done.num_peers, done.stop_epoch
@@ -97,6 +101,7 @@ class FollowingEngine:
             (self._model.host_gradients if step.hooks_only else self._model.gradients)(step.reached)
         self._training.before_optimizer_step(self.optimizer)
         if step.hooks_only:
+            self._model.take_back(step.reached or [])
             return
         self.optimizer.step()
         if step.reached is not None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lightning_hivemind.engine.base import Changed, Engine, PeerTraining, StepOutcome
+from lightning_hivemind.peer.model import PeerModel, parameters_of
 from lightning_hivemind.peer.ranks import Ranks
-from lightning_hivemind.peer.replicas import Replicas
-from lightning_hivemind.peer.words import Done, Step, Values
+from lightning_hivemind.peer.words import Done, Gather, Step, Values
 
 
 class LeadingEngine:
@@ -25,7 +25,8 @@ class LeadingEngine:
         each_steps: every rank has the optimizer's state, and steps. Else only rank 0 has (it lies in host memory), and
             the others are given parameters.
         sums_first: gradients are averaged before a step; else each rank steps on the batch's own, which they all have.
-        hooked: there are hooks of the user's just before a step, in which all ranks must be, whoever steps.
+        hooked: all ranks must be in what is done just before a step, whoever steps: there are hooks of the user's, or a
+            norm is that of a model in parts.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class LeadingEngine:
         make: Callable[[PeerTraining], Engine],
         training: PeerTraining,
         ranks: Ranks,
-        model: Replicas,
+        model: PeerModel,
         *,
         each_steps: bool,
         sums_first: bool,
@@ -41,9 +42,17 @@ class LeadingEngine:
     ) -> None:
         self._ranks, self._model, self._hooked = ranks, model, hooked
         self._each_steps, self._sums_first = each_steps, sums_first
-        self._prepare = training.before_optimizer_step
+        self._training = training
         self._changed = Changed(0)
-        self._engine = make(replace(training, before_optimizer_step=self._before_step, changed=self._note))
+        wrapped = replace(
+            training,
+            optimizer=model.optimizer,
+            make_scheduler=lambda stepping: training.make_scheduler(self._local(stepping)),
+            before_optimizer_step=self._before_step,
+            changed=self._note,
+            refresh=self._refresh if model.in_parts else None,
+        )
+        self._engine = make(wrapped)
         self.optimizer = self._engine.optimizer
 
     # ------------------------------------------------------------------ of which the others hear
@@ -63,6 +72,8 @@ class LeadingEngine:
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         with self._ranks.together():
+            if batch_samples:
+                self._model.gather_gradients()
             return self._tell("step", self._engine.step(batch_samples, gradient_scale))
 
     def before_validation(self) -> None:
@@ -128,8 +139,16 @@ class LeadingEngine:
     def _note(self, what: Changed) -> None:
         self._changed |= what
 
+    def _refresh(self, what: Changed) -> None:
+        self._ranks.tell(Gather(int(what)))
+        self._model.refresh(what)
+
+    def _local(self, stepping: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """For schedulers and hooks: the one by which this rank steps."""
+        return self._model.local if stepping is self._model.optimizer else stepping
+
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         reached = [p.grad is not None for p in parameters]
         if self._each_steps:
             self._ranks.tell(Step(self.epoch, reached if self._sums_first else None))
@@ -138,7 +157,10 @@ class LeadingEngine:
         elif self._hooked:
             self._ranks.tell(Step(self.epoch, reached, hooks_only=True))
             self._model.host_gradients(reached, parameters)
-        self._prepare(optimizer)
+            self._training.before_optimizer_step(self._model.local if self._model.in_parts else optimizer)
+            self._model.take_back(reached, parameters)
+            return
+        self._training.before_optimizer_step(self._local(optimizer))
 
     def _tell(self, what: str, outcome: StepOutcome | None = None, *, value: float = 0.0) -> StepOutcome:
         outcome = outcome or StepOutcome(epoch=self.epoch, committed=False)

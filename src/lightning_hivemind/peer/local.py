@@ -7,10 +7,20 @@ from typing import Any
 
 from lightning_hivemind.errors import ArgumentError, kind_of
 from lightning_hivemind.lightning_twins import lightning_module, package_of
+from lightning_hivemind.peer.fsdp import FullySharded
+from lightning_hivemind.peer.in_parts import ModelParallel
 from lightning_hivemind.peer.replicated import Replicated
 from lightning_hivemind.peer.single import SingleProcess
 
 AUTO = "auto"
+#: for each strategy of Lightning's that a peer can be: what stands before it
+_MIXINS: dict[str, type] = {
+    "DDPStrategy": Replicated,
+    "ModelParallelStrategy": ModelParallel,
+    "FSDPStrategy": FullySharded,
+}
+#: derived from one of these, and none that a peer can be
+_OTHERS = ("DeepSpeedStrategy", "XLAStrategy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ def chosen(local_strategy: Any, package: str, *, of_trainer: bool = False) -> Lo
     if isinstance(local_strategy, str):
         registry = lightning_module(package, "strategies").StrategyRegistry
         if local_strategy not in registry:
-            names = ", ".join(sorted(name for name in registry if "ddp" in name and "spawn" not in name))
+            names = ", ".join(sorted(name for name in registry if _can_be(registry[name], package)))
             raise ArgumentError(f"local_strategy={local_strategy!r}: there is no such strategy. Give one of {names}.")
         entry = registry[local_strategy]
         settings = dict(entry["init_params"])
@@ -80,11 +90,23 @@ def _bases(strategy: Any, said: Any, package: str, start_method: Any) -> tuple[t
             f"local_strategy={said!r}: spawned ranks would get this strategy through pickle, which it does not bear."
             ' Use "ddp", which starts the script once for each rank.'
         )
-    if isinstance(strategy, type) and issubclass(strategy, _class(package, "DDPStrategy")):
-        others = [_class(package, name) for name in ("DeepSpeedStrategy", "XLAStrategy")]
-        if not issubclass(strategy, tuple(others)):
-            return (Replicated, strategy)
-    raise ArgumentError(f'local_strategy={said!r}: a peer of a swarm cannot be such a one yet. Use "auto" or DDP.')
+    others = tuple(_class(package, name) for name in _OTHERS)
+    for name, mixin in _MIXINS.items():
+        if isinstance(strategy, type) and issubclass(strategy, _class(package, name)):
+            if not issubclass(strategy, others):
+                return (mixin, strategy)
+    raise ArgumentError(
+        f"local_strategy={said!r}: a peer of a swarm cannot be such a one. Use {', '.join(_MIXINS)}, or one of their"
+        ' names; or leave it away: on one device, and on several with DDP, "auto" does.'
+    )
+
+
+def _can_be(entry: Any, package: str) -> bool:
+    """Whether a peer can be this one of a registry."""
+    try:
+        return bool(_bases(entry["strategy"], "", package, entry["init_params"].get("start_method")))
+    except ArgumentError:
+        return False
 
 
 def _class(package: str, name: str) -> type:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
-from lightning_hivemind.engine.native.statistics import has_mean
-from lightning_hivemind.peer.ranks import Group, Ranks
-
-#: settings of an optimizer's groups that each rank keeps
-_OWN = {"params"}
+from lightning_hivemind.peer.model import PeerModel, parameters_of, settings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,41 +22,21 @@ class _Like:
     on_host: bool
 
 
-class Replicas:
-    """See the module. Every method is a collective: rank 0 gives, the others take.
-
-    Args:
-        tensors: what belongs to a state besides parameters, on each rank in the same order.
-        each_steps: every rank has the optimizer's state, and steps. Else only rank 0 has (it lies in host memory).
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        group: Group,
-        optimizer: torch.optim.Optimizer,
-        tensors: Sequence[Tensor],
-        *,
-        each_steps: bool,
-    ) -> None:
-        self._ranks, self._group, self._optimizer, self._each_steps = ranks, group, optimizer, each_steps
-        self._averaged = [one for one in tensors if has_mean(one)]
-        self._own = [one for one in tensors if not has_mean(one)]
-        #: for what lies in host memory: NCCL does not send that
-        self._host = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+class Replicas(PeerModel):
+    """See the module. Where :attr:`each_steps` does not hold, only rank 0 has the optimizer's state."""
 
     @property
     def parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return parameters_of(self.local)
 
-    @property
-    def changes_with_statistics(self) -> bool:
-        """Whether there is anything that :attr:`.Changed.STATISTICS` means."""
-        return bool(self._averaged)
+    def gather_gradients(self) -> None:
+        """Rank 0 has them, as all have."""
+
+    def refresh(self, what: Changed) -> None:
+        """The engine has rank 0's own."""
 
     @torch.no_grad()
     def gradients(self, reached: Sequence[bool]) -> None:
-        """``param.grad``, of those that have one; the others have none."""
         for parameter, has in zip(self.parameters, reached, strict=True):
             if not has:
                 parameter.grad = None
@@ -71,7 +46,6 @@ class Replicas:
 
     @torch.no_grad()
     def host_gradients(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
-        """As :meth:`gradients`, from ``given`` parameters of rank 0 in host memory."""
         for place, (parameter, has) in enumerate(zip(self.parameters, reached, strict=True)):
             gradient = given[place].grad if given is not None else None
             if given is None:
@@ -82,23 +56,15 @@ class Replicas:
             if given is None and gradient is not None:
                 parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
-    @torch.no_grad()
-    def values(self, changed: Changed) -> None:
-        """What has changed."""
-        if changed & Changed.PARAMETERS:
-            self._broadcast(p.data for p in self.parameters)
-        if changed & Changed.STATISTICS:
-            self._broadcast(self._averaged)
-        if changed & Changed.OPTIMIZER and self._each_steps:
-            self._share_optimizer()
-        if changed & Changed.STATE == Changed.STATE:
-            self._broadcast(self._own)
+    def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
+        """At rank 0 they were called with the given ones."""
 
-    # ------------------------------------------------------------------ private
+    def _spread_parameters(self) -> None:
+        self._broadcast(p.data for p in self.parameters)
 
-    def _share_optimizer(self) -> None:
-        optimizer, leads = self._optimizer, self._ranks.leads
-        state, groups = self._group.broadcast(self._described() if leads else None)
+    def _spread_state(self) -> None:
+        optimizer, leads = self.local, self._ranks.leads
+        state, groups = self._group.broadcast((self._described(), settings_of(optimizer)) if leads else None)
         if not leads:
             for parameter, entry in zip(self.parameters, state, strict=True):
                 optimizer.state.pop(parameter, None)
@@ -109,26 +75,9 @@ class Replicas:
         told = (optimizer.state[p][name] for p, entry in zip(self.parameters, state, strict=True) for name in entry)
         self._broadcast(one for one in told if isinstance(one, Tensor))
 
-    def _described(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        state = [
-            {name: _described(value) for name, value in self._optimizer.state.get(p, {}).items()}
-            for p in self.parameters
-        ]
-        groups = [
-            {name: value for name, value in group.items() if name not in _OWN} for group in self._optimizer.param_groups
-        ]
-        return state, groups
-
-    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        under_way = []
-        for one in tensors:
-            whole = one if one.is_contiguous() else one.contiguous()
-            group = self._host if one.device.type == "cpu" else None
-            under_way.append((dist.broadcast(whole, 0, group=group, async_op=True), one, whole))
-        for work, one, whole in under_way:
-            work.wait()
-            if whole is not one and not self._ranks.leads:
-                one.copy_(whole)
+    def _described(self) -> list[dict[str, Any]]:
+        state = self.local.state
+        return [{name: _described(value) for name, value in state.get(p, {}).items()} for p in self.parameters]
 
 
 def _described(value: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from typing import Any
 
 import torch
@@ -11,32 +9,22 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hivemind.peer.several import SeveralProcesses
 
-class Replicated:
+
+class Replicated(SeveralProcesses):
     """Between the swarm's strategy and Lightning's ``DDPStrategy``."""
 
     _ddp_comm_state: Any
     _ddp_comm_hook: Any
     _ddp_comm_wrapper: Any
-    broadcast: Any
     model: Any
     root_device: torch.device
     world_size: int
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Lightning's sampler shuffles with seed 0 where nothing is seeded: all peers would see the same samples."""
-        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-        if "PL_GLOBAL_SEED" not in os.environ:
-            kwargs["seed"] = self._order_seed()
-        return kwargs
-
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """After a backward pass: ``param.grad`` is the mean over ranks, also where a hook leaves it to each.
-
-        Post-local SGD does, to let ranks step apart for a while. In a swarm all step together.
-        """
+        """Post-local SGD leaves it to each, to let ranks step apart for a while. In a swarm all step together."""
         if not isinstance(self._ddp_comm_state, PostLocalSGDState):
             return
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -44,13 +32,6 @@ class Replicated:
         for work, one in zip(works, gradients, strict=True):
             work.wait()
             one.div_(self.world_size)
-
-    def _order_seed(self) -> int:
-        """One for all ranks, and another one at each peer."""
-        if "_peers_seed" not in self.__dict__:
-            self.__dict__["_peers_seed"] = self.broadcast(secrets.randbelow(2**31))
-        seed: int = self.__dict__["_peers_seed"]
-        return seed
 
     def _register_ddp_hooks(self) -> None:
         """Also on a CPU, where Lightning leaves them away without a word."""

@@ -47,6 +47,12 @@ class SingleProcess:
         """Whether this is rank 0 *of this peer*: every peer writes its own logs and checkpoints."""
         return True
 
+    #: see :class:`.several.SeveralProcesses`
+    data_place = 0
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
     def finish_gradients(self) -> None:
         """They are what the backward pass has left."""
 

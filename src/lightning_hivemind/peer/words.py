@@ -46,6 +46,13 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
+class Gather:
+    """From rank 0: it wants what the ranks have (of :class:`.engine.base.Changed`)."""
+
+    what: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """From rank 0: the call ``what`` of its engine has come back, and what the others' engines say now."""
 
@@ -75,8 +82,8 @@ class Failed:
     reason: str
 
 
-Word = Item | Shared | Step | Values | Done | Waiting | Failed
-_WORDS = {one.__name__: one for one in (Item, Shared, Step, Values, Done, Waiting, Failed)}
+Word = Item | Shared | Step | Values | Gather | Done | Waiting | Failed
+_WORDS = {one.__name__: one for one in (Item, Shared, Step, Values, Gather, Done, Waiting, Failed)}
 
 
 def encode(word: Word) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 log = logging.getLogger("lightning_hivemind")
@@ -59,7 +60,8 @@ class Buffers:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether it has a mean with others like it, and bytes to send."""
-    return not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    whole = not isinstance(tensor, DTensor)  # else this process has a part of it
+    return whole and not is_lazy(tensor) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

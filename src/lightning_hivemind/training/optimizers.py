@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.peer.whole import OptimizerView
 
 PLAIN = bool, int, float, str, type(None)
 HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
@@ -44,71 +45,22 @@ def rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[Mapping[st
     return rebuild
 
 
-class _GroupView(dict[str, Any]):
-    """One group of a host optimizer: reads as it, over other parameters, and writes through."""
+class HostedOptimizer(OptimizerView):
+    """What Lightning gets for an optimizer that the engine keeps in host memory: its groups, over the model's own.
 
-    def __init__(self, hosted: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        super().__init__({**hosted, "params": parameters})
-        self._hosted = hosted
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        if key != "params":
-            self._hosted[key] = value
-
-    update = MutableMapping.update  # these write one by one, as above
-    setdefault = MutableMapping.setdefault
-
-    def __ior__(self, other: Any) -> _GroupView:  # type: ignore[misc,override]
-        self.update(other)
-        return self
-
-
-class HostedOptimizer(torch.optim.Optimizer):
-    """What Lightning gets for an optimizer that the engine keeps in host memory.
-
-    Settings (``param_groups``: learning rates and so on) and ``state`` are those of the optimizer that really steps;
-    ``zero_grad`` clears the *model's* gradients, never the averaged ones that the host optimizer steps on.
+    ``state`` is that of the optimizer that really steps; ``zero_grad`` clears the *model's* gradients, never the
+    averaged ones that the host optimizer steps on.
     """
-
-    def __init__(self, hosted: torch.optim.Optimizer, model_parameters: Sequence[torch.Tensor]) -> None:
-        # no super().__init__: this is a view of ``hosted``, and owns no parameters
-        self.hosted, self._model_parameters = hosted, list(model_parameters)
-        self.defaults = hosted.defaults
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The host optimizer's groups, seen over the model's own parameters; settings written here reach the host."""
-        groups: list[dict[str, Any]] = []
-        start = 0
-        for group in self.hosted.param_groups:
-            end = start + len(group["params"])
-            groups.append(_GroupView(group, self._model_parameters[start:end]))
-            start = end
-        return groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        return self.hosted.state
+        return self._seen.state
 
     def state_dict(self) -> dict[str, Any]:
-        return self.hosted.state_dict()
+        return self._seen.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.hosted.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self._model_parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        self._seen.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> Any:
         raise RuntimeError("this optimizer steps when the swarm has target_batch_size samples; do not call step()")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise RuntimeError("parameters cannot be added to a running swarm: all peers must train the same ones")
-
-    def __repr__(self) -> str:
-        return f"HostedOptimizer({self.hosted!r})"

@@ -8,6 +8,7 @@ lies in them, and an overflow costs what was accumulated.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,11 +17,22 @@ from lightning_hivemind.training.samples import gradients_are_finite
 
 
 class LossScale:
-    """Drives one ``torch.amp.GradScaler`` (None: no scaling) for one optimizer over the model's parameters."""
+    """Drives one ``torch.amp.GradScaler`` (None: no scaling) for one optimizer over the model's parameters.
 
-    def __init__(self, scaler: Any | None, optimizer: torch.optim.Optimizer, *, reuses_buffers: bool) -> None:
+    ``gradients``: what this process has after a backward pass; None: ``param.grad`` of the optimizer's parameters.
+    """
+
+    def __init__(
+        self,
+        scaler: Any | None,
+        optimizer: torch.optim.Optimizer,
+        *,
+        reuses_buffers: bool,
+        gradients: Callable[[], Iterable[torch.Tensor]] | None = None,
+    ) -> None:
         self._scaler, self._optimizer, self._reuses = scaler, optimizer, reuses_buffers
         self._scaled = False  # whether the scaler has seen a gradient: before that it refuses everything
+        self._gradients = gradients or self._of_parameters
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     @property
@@ -38,10 +50,10 @@ class LossScale:
         self._scaled |= shown
         if self._scaler is not None and self.active and not self._reuses and shown:
             self._scaler.unscale_(self._optimizer)
-            finite = gradients_are_finite(self._parameters)
+            finite = gradients_are_finite(self._gradients())
             self._scaler.update()
             return finite
-        finite = gradients_are_finite(self._parameters)
+        finite = gradients_are_finite(self._gradients())
         if not finite:
             self._update_scale(self._optimizer)
         return finite
@@ -54,6 +66,9 @@ class LossScale:
         fine.grad = torch.zeros_like(fine)  # the buffers themselves were looked at after each batch
         self._update_scale(torch.optim.SGD([fine], lr=0.0))
         return float(self._scaler.get_scale()) / before
+
+    def _of_parameters(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def _update_scale(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scaler is not None and self.active and _has_gradients(optimizer):

@@ -43,9 +43,9 @@ def count_samples(batch: Any, batch_size: int | None) -> int:
     )
 
 
-def gradients_are_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether every value of every ``.grad`` is finite; one reduction per tensor, one transfer from the device."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def gradients_are_finite(found: Iterable[torch.Tensor]) -> bool:
+    """Whether every value of all of them is; one reduction per tensor, one transfer from the device."""
+    gradients = list(found)
     if not gradients:
         return True
     # NaN and infinity survive a sum; a sum of finite float32 values overflows only beyond 1e38

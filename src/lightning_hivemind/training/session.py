@@ -18,8 +18,11 @@ from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
 from lightning_hivemind.peer.follower import FollowingEngine
 from lightning_hivemind.peer.leader import LeadingEngine
+from lightning_hivemind.peer.model import PeerModel, parameters_of
 from lightning_hivemind.peer.ranks import Ranks
 from lightning_hivemind.peer.replicas import Replicas
+from lightning_hivemind.peer.sharded import Sharded
+from lightning_hivemind.peer.shards import Shards, names_of
 from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.bystander import Bystander
 from lightning_hivemind.training.checks import check_trainer
@@ -61,6 +64,7 @@ class TrainingSession:
         self._first: FirstToKnow | None = None
         self._bystander: Bystander | None = None
         self._ranks = Ranks()
+        self._model: PeerModel | None = None
         #: what a rank's loss is multiplied by, for the mean over ranks to be one over samples; and what it wishes
         self._share, self._wish, self._alone = 1.0, "", False
         self._sigterm = Sigterm(trainer)
@@ -84,34 +88,19 @@ class TrainingSession:
         if self.auxiliary:
             self._bystander = Bystander(self._trainer, self._strategy.package)
         optimizer = self._strategy.optimizers[0]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
-        others = outside(self._module, optimizer)
-        training = PeerTraining(
-            optimizer=optimizer,
-            rebuild_optimizer=rebuilder(optimizer) if self._a.recreates_optimizer else None,
-            make_scheduler=self._make_scheduler,
-            advance_schedulers=self._schedulers.advance,
-            take_schedulers_back=self._schedulers.take_back,
-            before_optimizer_step=self._before_optimizer_step,
-            extra_tensors=self._strategy.extra_tensors,
-            buffers=self._buffers.tensors,
-            schema=self._schema(parameters),
-            should_abort=self._should_abort,
-            last_step=lambda: int(self._trainer.max_steps),
-            outside=(next(iter(others), ""), print_of(others.values()) if others else ""),
-        )
         self._ranks = Ranks.connect(self._strategy)
         if self._ranks.size > 1:
             self._sigterm.attach()
             self._stopping.known = False
         with self._ranks.together():
-            self.engine = self._engine_for(training, network)
+            self.engine = self._engine_for(optimizer, network)
         self.engine.start()
-        if self.engine.optimizer is not optimizer:
-            optimizer = HostedOptimizer(self.engine.optimizer, parameters)
+        if self._a.recreates_optimizer and self._ranks.leads:
+            optimizer = HostedOptimizer(self.engine.optimizer, parameters_of(optimizer))
             self._strategy.optimizers = [optimizer]
-        self._scale = LossScale(scaler, optimizer, reuses_buffers=self._a.reuse_grad_buffers)
+        gradients = None if self._model is None else self._model.batch_gradients
+        self._scale = LossScale(scaler, optimizer, reuses_buffers=self._a.reuse_grad_buffers, gradients=gradients)
         if self._scale.active:
             self.drop_reason = "overflow"
         if self._zero_grad is not None:
@@ -121,23 +110,50 @@ class TrainingSession:
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step, {})
 
-    def _engine_for(self, training: PeerTraining, network: Callable[[], PeerNetwork]) -> Engine:
+    def _engine_for(self, optimizer: torch.optim.Optimizer, network: Callable[[], PeerNetwork]) -> Engine:
         """What this rank of the peer has for an engine."""
-        if self._ranks.size == 1:
+        shards = self._strategy.shards(optimizer)
+        each_steps, sums_first = not self._a.recreates_optimizer, not self._a.use_local_updates
+        hooked = hooks_before_steps(self._trainer, self._strategy.package)
+        hooked |= shards is not None and self._trainer.gradient_clip_val is not None
+        others = {} if shards is not None else outside(self._module, optimizer)
+        training = PeerTraining(
+            optimizer=optimizer,
+            rebuild_optimizer=None if each_steps else rebuilder(optimizer),
+            make_scheduler=self._make_scheduler,
+            advance_schedulers=self._schedulers.advance,
+            take_schedulers_back=self._schedulers.take_back,
+            before_optimizer_step=self._before_optimizer_step,
+            extra_tensors=self._strategy.extra_tensors,
+            buffers=self._buffers.tensors,
+            schema=self._schema(optimizer, shards),
+            should_abort=self._should_abort,
+            last_step=lambda: int(self._trainer.max_steps),
+            outside=(next(iter(others), ""), print_of(others.values()) if others else ""),
+        )
+        common = self._ranks, self._strategy
+        if shards is not None:
+            self._model = Sharded(*common, shards, training.state_tensors, each_steps=each_steps, sums_first=sums_first)
+        elif self._ranks.size > 1:
+            self._model = Replicas(*common, optimizer, training.state_tensors, each_steps=each_steps)
+        else:
             return make_engine(self._a, network(), training, self._events)
-        each_steps = not self._a.recreates_optimizer
-        model = Replicas(self._ranks, self._strategy, training.optimizer, training.state_tensors, each_steps=each_steps)
         if not self._ranks.leads:
-            return FollowingEngine(training, self._ranks, model, each_steps=each_steps)
+            return FollowingEngine(training, self._ranks, self._model, each_steps=each_steps)
         return LeadingEngine(
             lambda training: make_engine(self._a, network(), training, self._events),
             training,
             self._ranks,
-            model,
+            self._model,
             each_steps=each_steps,
-            sums_first=not self._a.use_local_updates,
-            hooked=hooks_before_steps(self._trainer, self._strategy.package),
+            sums_first=sums_first,
+            hooked=hooked,
         )
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks have the model, and the state of their optimizer, in parts."""
+        return self._model is not None and self._model.in_parts
 
     def kept(self) -> dict[str, Any]:
         """See :meth:`.Engine.kept`."""
@@ -180,10 +196,12 @@ class TrainingSession:
                 "time_is_up": self._stopping.timer_has_run_out(),
                 "should_stop": bool(self._trainer.should_stop),
                 "alone": self.engine.num_peers == 1,
+                "place": self._strategy.data_place,
             },
         )
-        total, self._alone = sum(int(share["samples"]) for share in shares), bool(shares[0]["alone"])
-        self._share = samples * len(shares) / total if total else 1.0
+        by_place = {int(share["place"]): int(share["samples"]) for share in shares}
+        total, self._alone = sum(by_place.values()), bool(shares[0]["alone"])
+        self._share = samples * len(by_place) / total if total else 1.0
         if any(share["sigterm"] for share in shares):
             self._sigterm.take_effect()
         self._stopping.time_is_up |= any(share["time_is_up"] for share in shares)
@@ -222,6 +240,8 @@ class TrainingSession:
     def accept_gradients(self) -> bool:
         """Unscale this batch's gradients; False if they hold a value that is not finite."""
         accepted = self._scale is None or self._scale.accept()
+        if self.in_parts:
+            accepted = all(self._ranks.share("finite", accepted))
         if accepted:
             self._dropped_in_a_row.clear()
         return accepted
@@ -364,12 +384,14 @@ class TrainingSession:
     def _should_abort(self) -> bool:
         return self._sigterm.came or bool(getattr(self._trainer, "received_sigterm", False))
 
-    def _schema(self, parameters: list[torch.Tensor]) -> list[str]:
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        lines = [f"optimizer {type(self._strategy.optimizers[0]).__name__}"]
+    def _schema(self, optimizer: torch.optim.Optimizer, shards: Shards | None) -> list[str]:
+        parameters, names = parameters_of(optimizer), names_of(self._module)
+        shapes = [p.shape for p in parameters] if shards is None else shards.shapes
+        dtypes = [p.dtype for p in parameters] if shards is None else shards.dtypes
+        lines = [f"optimizer {type(optimizer).__name__}"]
         lines += [
-            f"{names.get(id(p), '?')} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-            for p in parameters
+            f"{names.get(id(p), '?')} {tuple(shape)} {dtype}{'' if p.requires_grad else ' frozen'}"
+            for p, shape, dtype in zip(parameters, shapes, dtypes, strict=True)
         ]
         others = {"extra_tensors": self._strategy.extra_tensors, "buffers": self._buffers.tensors}
         sizes = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in others.items()}

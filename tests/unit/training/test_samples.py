@@ -91,20 +91,20 @@ def test_a_last_smaller_batch_counts_what_it_holds_even_if_batch_size_is_given()
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_value_is_found(dtype: torch.dtype, bad: float) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for _ in range(3)]
-    assert gradients_are_finite(parameters)
+    assert gradients_are_finite(p.grad for p in parameters if p.grad is not None)
     for p in parameters[:2]:
         p.grad = torch.full_like(p, 100.0)
-    assert gradients_are_finite(parameters)
+    assert gradients_are_finite(p.grad for p in parameters if p.grad is not None)
     gradient = parameters[1].grad
     assert gradient is not None
     gradient[57] = bad
-    assert not gradients_are_finite(parameters)
+    assert not gradients_are_finite(p.grad for p in parameters if p.grad is not None)
 
 
 def test_infinities_of_both_signs_do_not_cancel() -> None:
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([float("inf"), -float("inf")])
-    assert not gradients_are_finite([p])
+    assert not gradients_are_finite([p.grad])
 
 
 def test_packed_sequences_count_each_once_however_long_they_are() -> None:

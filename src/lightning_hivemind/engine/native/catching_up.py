@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.native.errands import Errands
 from lightning_hivemind.engine.native.parts import Parts
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.state.moment import PATIENCE_S, await_step
 from lightning_hivemind.engine.native.state.relay import Relay
 from lightning_hivemind.engine.native.state.snapshot import Description, MisfitError, Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
@@ -67,6 +69,7 @@ class CatchingUp:
         self._joins: Head | None = None
         #: why there was none, when to say so again if it is still so, and after how long
         self._problem, self._say_at, self._quiet_s = "", 0.0, PAUSE_S
+        self.errands = Errands()
         self._relay = Relay(
             parts.downloads,
             self._donors,
@@ -284,9 +287,17 @@ class CatchingUp:
         status = self._parts.driver.status
         return {*status.living, *status.cut} - set(self._records.auxiliaries)
 
-    def pass_on(self, known: Snapshot | None) -> Snapshot | None:
-        """For a helper's donor: a state of those that whoever asks cannot reach."""
-        return self._relay.copy(known)
+    def give(self, known: Snapshot | None, running: Callable[[], bool]) -> Snapshot | None:
+        """For a peer that joins; in the donor's thread, while this peer is ``running``."""
+        parts, stepper = self._parts, self._stepper
+        if self._a.auxiliary:  # one of those that whoever asks cannot reach
+            return self._relay.copy(known)
+        if parts.driver.status.head is None or not stepper.is_untouched():
+            return None
+        memory, size = stepper.room_for_copy(known), stepper.bytes_to_send(known)
+        if not await_step(parts.donor, parts.driver, parts.handover, lambda: stepper.head, running, size):
+            return None
+        return stepper.snapshot(known, memory, partial(self.errands.ask, timeout_s=PATIENCE_S))
 
     def _donors(self, preferred: Collection[str] = ()) -> list[str]:
         """The other peers that can be asked: those that train; where all are out of reach, those that help.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_hivemind.arguments import Arguments
-from lightning_hivemind.engine.base import PeerTraining, StepOutcome
+from lightning_hivemind.engine.base import Changed, PeerTraining, StepOutcome
 from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
 from lightning_hivemind.engine.native.catching_up import REPORT_S, CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
@@ -25,7 +25,6 @@ from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.parts import Parts, build, make_low_rank, overlaps, way_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.reports import Reports
-from lightning_hivemind.engine.native.state.moment import await_step
 from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
@@ -164,6 +163,8 @@ class NativeEngine:
                 left.callback(self._parts.stop, start + max(0.5, timeout_s - RECORDS_S))
             if self._whereabouts is not None:
                 self._whereabouts.stop()
+        if self._catching_up is not None:
+            self._catching_up.errands.close()
         self._parts = self._whereabouts = self._catching_up = None
         self._events.emit(PeerStopped(epoch=self.epoch, duration_s=time.monotonic() - start))
 
@@ -212,10 +213,12 @@ class NativeEngine:
         """Do everything that is due; with ``wait``, until no round of this peer is. True if a step was made."""
         parts, committed, reported = self._running(), False, time.monotonic()
         handover, began = parts.handover, parts.handover.waits_since or reported
+        assert self._catching_up is not None
         parts.driver.contributed()
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():
             self._check_processes()
+            self._catching_up.errands.run()
             for epoch, reason in handover.take_untold().items():
                 self._reports.round_failed(epoch, reason)
             handover.check()
@@ -287,6 +290,7 @@ class NativeEngine:
     def _note_parameters(self) -> None:
         stepper, agreement = self._stepper, self._agreement
         if not stepper.busy and agreement.due(stepper.head):
+            stepper.refresh(Changed.PARAMETERS)
             agreement.note(stepper.head, stepper.common)
 
     def _agree(self) -> None:
@@ -303,19 +307,8 @@ class NativeEngine:
 
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; called from the donor's thread."""
-        parts, catching_up = self._parts, self._catching_up
-        if parts is None or catching_up is None:
-            return None
-        if self._a.auxiliary:
-            return catching_up.pass_on(known)
-        if parts.driver.status.head is None or not self._stepper.is_untouched():
-            return None
-        memory = self._stepper.room_for_copy(known)
-        made, running = lambda: self._stepper.head, lambda: self._parts is parts
-        size = self._stepper.bytes_to_send(known)
-        if not await_step(parts.donor, parts.driver, parts.handover, made, running, size):
-            return None
-        return self._stepper.snapshot(known, memory)
+        catching_up = self._catching_up
+        return None if catching_up is None else catching_up.give(known, lambda: self._catching_up is catching_up)
 
     def _owes_nothing(self, handover: Handover) -> bool:
         """The parameters here were not the swarm's. Are they now? Else fetch its state, and go on from there."""

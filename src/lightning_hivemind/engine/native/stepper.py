@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed, PeerTraining
+from lightning_hivemind.engine.native.averaged import put_gradients
+from lightning_hivemind.engine.native.groups import over, parameters_of, rates_of, set_rates
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory, populate
 from lightning_hivemind.engine.native.moments import Moments
@@ -22,6 +24,7 @@ from lightning_hivemind.engine.native.state.content import Content
 from lightning_hivemind.engine.native.state.snapshot import (
     Description,
     Snapshot,
+    State,
     can_stay,
     install,
     read_description,
@@ -30,10 +33,11 @@ from lightning_hivemind.engine.native.state.snapshot import (
 )
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
-from lightning_hivemind.engine.native.transfer import copy, finish
 from lightning_hivemind.engine.prints import print_of
-from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.outer import DiLoCo
+
+#: what a step does
+_STEPS_CHANGE = Changed.PARAMETERS | Changed.OPTIMIZER
 
 
 class Stepper:
@@ -64,11 +68,11 @@ class Stepper:
         outer: DiLoCo | None = None,
     ) -> None:
         self._training, self.trail, self._local = training, Trail(head), local
-        self._model = _parameters(training.optimizer)
+        self._model = parameters_of(training.optimizer)
         self.optimizer = training.optimizer
         if training.rebuild_optimizer is not None:
             copies = [p.detach().to("cpu", copy=True).requires_grad_(p.requires_grad) for p in self._model]
-            self.optimizer = training.rebuild_optimizer(_over(training.optimizer, copies))
+            self.optimizer = training.rebuild_optimizer(over(training.optimizer, copies))
         #: which parameters are trained is fixed now: the others' vectors have the same ones
         self._trained = [p.requires_grad for p in self._model]
         averaged = [p for p in self._model if p.requires_grad and local]
@@ -79,6 +83,9 @@ class Stepper:
         )
         self._moments_changed = Changed.OPTIMIZER if self.statistics.moments else Changed(0)
         training.changed(self._moments_changed)  # made before the first step
+        #: where the optimizer's parameters and state are parts at the ranks of this peer
+        self._gather = training.refresh if self.optimizer is training.optimizer else None
+        self._fresh = self._gather is None
         #: a print of what is given out of the module, while something else may be put there
         self._print: str | None = None
         #: what is part of a state besides, and travels with it
@@ -116,7 +123,7 @@ class Stepper:
     @property
     def common(self) -> list[Tensor]:
         """What all peers should have at :attr:`head`, to the last bit, but for the optimizer's own state."""
-        return [*([] if self._local else _parameters(self.optimizer)), *self._shared]
+        return [*([] if self._local else parameters_of(self.optimizer)), *self._shared]
 
     @property
     def _shared(self) -> list[Tensor]:
@@ -133,6 +140,14 @@ class Stepper:
         with self._a_step():
             self.optimizer.step()
             self._moments.keep()
+        self.refresh(Changed.PARAMETERS)
+
+    def refresh(self, what: Changed) -> None:
+        """Where ranks have the model in parts: the optimizer's parameters, or its state, too, are what these have."""
+        if self._gather is not None:
+            with self._changes():
+                self._gather(what)
+                self._fresh |= what == _STEPS_CHANGE
 
     def step(
         self,
@@ -159,7 +174,7 @@ class Stepper:
             self._training.changed(Changed.PARAMETERS | Changed.STATISTICS | self._moments_changed)
             return
         self.settle(wait=True)
-        begin = self._use(average)
+        begin = put_gradients(average, parameters_of(self.optimizer), self._model, self._trained)
         statistics = average[begin : begin + self.statistics.elements]
         with torch.enable_grad():
             self._training.before_optimizer_step(self.optimizer)
@@ -183,7 +198,7 @@ class Stepper:
         """Give the model the parameters that the optimizer has, and the statistics that all peers have."""
         self.statistics.publish()
         changed = Changed.STATISTICS
-        for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
+        for mine, stepped in zip(self._model, parameters_of(self.optimizer), strict=True):
             if mine is not stepped:
                 mine.copy_(stepped)
                 changed |= Changed.PARAMETERS
@@ -192,6 +207,9 @@ class Stepper:
     def begin(self) -> None:
         """With what the model has now: hooks may have put it there since the optimizer was made."""
         with self._changes():
+            if self._training.refresh is not None:
+                self._training.refresh(_STEPS_CHANGE)
+                self._fresh = True
             self._rebase()
             if self._outer is not None:
                 self._outer.load(self._loaded, self.statistics.base)
@@ -200,7 +218,7 @@ class Stepper:
     @torch.no_grad()
     def _rebase(self) -> None:
         self._states += 1
-        for mine, stepped in zip(self._model, _parameters(self.optimizer), strict=True):
+        for mine, stepped in zip(self._model, parameters_of(self.optimizer), strict=True):
             if mine is not stepped:
                 stepped.copy_(mine)
         self.statistics.rebase(self.head.epoch)
@@ -234,25 +252,48 @@ class Stepper:
         populate(memory)
         return memory
 
-    def snapshot(self, known: Snapshot | None, memory: Tensor | None = None) -> Snapshot | None:
-        """For a peer that joins; from any thread. ``known`` is one that may still be right."""
+    def snapshot(
+        self,
+        known: Snapshot | None,
+        memory: Tensor | None = None,
+        in_training: Callable[[Callable[[], State | Snapshot | None]], State | Snapshot | None] = lambda do: do(),
+    ) -> Snapshot | None:
+        """For a peer that joins; from any thread. ``known`` is one that may still be right.
+
+        ``in_training`` lets the training thread do something between two batches.
+        """
         with self.lock:
             expected = self._print
-            if self._stepping or not self.is_untouched():
+
+        def take() -> State | Snapshot | None:
+            if not self._is_right(known):
+                self.refresh(_STEPS_CHANGE)
+            return self._take(known, memory)
+
+        taken = self._take(known, memory) if self._fresh else in_training(take)
+        if taken is None or isinstance(taken, Snapshot):
+            return taken
+        states, found = self._states, taken.described()  # takes a while, and needs no lock
+        self._copied = found.key, states
+        # (whoever has swapped values in and out since has changed what was copied meanwhile)
+        return found if self._print == expected and self.is_untouched() else None
+
+    def _take(self, known: Snapshot | None, memory: Tensor | None) -> State | Snapshot | None:
+        with self.lock:
+            if self._stepping or not self._fresh or not self.is_untouched():
                 return None
             if known is not None and self._is_right(known):
                 known.content.wanted = True
                 return known
             self._change_given()  # which may be of this head, too, if what is only this peer's own has changed
             state = take_state(self.optimizer, self._shared, self.statistics.own, self.trail, memory)
-            self._given, states = weakref.ref(state.content), self._states
-        found = state.described()  # takes a while, and needs no lock
-        self._copied = found.key, states
-        # (whoever has swapped values in and out since has changed what was copied meanwhile)
-        return found if self._print == expected and self.is_untouched() else None
+            self._given = weakref.ref(state.content)
+            return state
 
     def leave(self) -> None:
         """Other values may be put into the module now, until :meth:`back`: what somebody fetches is copied."""
+        if not self._fresh:  # else who joins would wait for the next batch
+            self.refresh(_STEPS_CHANGE)
         with self.lock:
             if self.optimizer is self._training.optimizer:  # else what is given lies elsewhere
                 self._change_given()
@@ -296,15 +337,16 @@ class Stepper:
         """
         self.settle(wait=True)
         with self._changes():
-            rates = [group["lr"] for group in self.optimizer.param_groups]
+            rates = rates_of(self.optimizer)
             install(description, memory, self.optimizer, self._shared, self.statistics.own)
+            self._fresh = True
             self._states += 1
             self._moments.keep()
-            theirs = [group["lr"] for group in self.optimizer.param_groups]
-            _set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
+            theirs = rates_of(self.optimizer)
+            set_rates(self.optimizer, rates)  # a chainable scheduler goes on from its own rate
             self._training.take_schedulers_back(description.head.epoch)
             self._training.advance_schedulers(description.head.epoch)
-            _set_rates(self.optimizer, theirs)
+            set_rates(self.optimizer, theirs)
             undone = self.trail.take(description.head, description.marks, decided)
             self.statistics.adopted(description.head.epoch)
             if self.low_rank is not None:
@@ -336,6 +378,7 @@ class Stepper:
         """Parameters are those of a head again once it has ended, not if it raises."""
         with self._changes():
             self._stepping = True
+            self._fresh = self._gather is None
             yield
             self._stepping = False
 
@@ -347,54 +390,3 @@ class Stepper:
             self.trail.step(head, mine)
             if self.low_rank is not None and carried is not None:
                 self.low_rank.carried.copy_(carried)
-
-    @torch.no_grad()
-    def _use(self, average: Tensor) -> int:
-        """Put the averaged gradients where the optimizer looks for them; returns where they end."""
-        if len(_parameters(self.optimizer)) != len(self._trained):
-            raise ArgumentError(
-                "parameters were added to the optimizer during the fit (by BackboneFinetuning, say): in a swarm all"
-                " peers train the same ones from the start. Give it all of them in configure_optimizers."
-            )
-        start, reached = 0, iter(average[average.numel() - sum(self._trained) :].tolist())
-        for parameter, trained, mine in zip(_parameters(self.optimizer), self._trained, self._model, strict=True):
-            if mine.requires_grad and not trained:
-                raise ArgumentError(
-                    "a parameter that was frozen when the fit began is trained now (requires_grad): in a swarm all"
-                    " peers must train the same ones from the start. Unfreeze it before the fit."
-                )
-            part = average[start : start + (parameter.numel() if trained else 0)]
-            start += part.numel()
-            if not trained or not next(reached):  # (where only this peer has frozen it, it moves as the others' does)
-                parameter.grad = None  # a zero gradient would still let weight decay change it
-                continue
-            part, gradient = part.view_as(parameter), parameter.grad
-            if parameter.device.type == "cpu" and parameter.is_contiguous():
-                parameter.grad = part.to(parameter.dtype)
-            elif gradient is None or gradient.is_sparse:
-                parameter.grad = torch.empty_like(parameter)  # as it lies: fused optimizers do not look
-                copy(part, parameter.grad)
-            else:
-                copy(part, gradient)
-        if self._model:
-            finish(_parameters(self.optimizer)[0].device)  # before the average's memory is used again
-        return start
-
-
-def _set_rates(optimizer: torch.optim.Optimizer, rates: list[Any]) -> None:
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _over(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> list[dict[str, Any]]:
-    """The optimizer's groups with their settings, over other parameters."""
-    groups, start = [], 0
-    for group in optimizer.param_groups:
-        count = len(group["params"])
-        groups.append({**group, "params": parameters[start : start + count]})
-        start += count
-    return groups

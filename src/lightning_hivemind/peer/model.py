@@ -1,0 +1,114 @@
+"""What a peer of several processes is for its engine: the one seam between rank 0 and how ranks hold their model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.engine.native.statistics import has_mean
+from lightning_hivemind.peer.ranks import Group, Ranks
+
+
+class PeerModel(ABC):
+    """See the module. Every method is a collective of all ranks: rank 0 has what comes from the swarm or goes to it.
+
+    Args:
+        local: this rank's own optimizer.
+        tensors: what belongs to a state besides parameters, on each rank in the same order, and whole.
+        each_steps: every rank steps with its own optimizer. Else rank 0 alone does, in host memory.
+
+    Attributes:
+        optimizer: what rank 0's engine is given for an optimizer: over whole parameters.
+        in_parts: no rank has whole parameters by itself: what :attr:`optimizer` has is as old as the last call.
+    """
+
+    in_parts = False
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self, ranks: Ranks, group: Group, local: torch.optim.Optimizer, tensors: Sequence[Tensor], *, each_steps: bool
+    ) -> None:
+        self._ranks, self._group, self._each_steps = ranks, group, each_steps
+        self.local = self.optimizer = local
+        self._averaged = [one for one in tensors if has_mean(one)]
+        self._own = [one for one in tensors if not has_mean(one)]
+        #: for what lies in host memory: NCCL does not send that
+        self._host = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    @property
+    def changes_with_statistics(self) -> bool:
+        """Whether there is anything that :attr:`.Changed.STATISTICS` means."""
+        return bool(self._averaged)
+
+    def batch_gradients(self) -> list[Tensor]:
+        """What this rank has after a backward pass."""
+        return [p.grad for p in parameters_of(self.local) if p.grad is not None]
+
+    # ------------------------------------------------------------------ to rank 0
+
+    @abstractmethod
+    def gather_gradients(self) -> None:
+        """Into ``param.grad`` of :attr:`optimizer`, what the last backward pass has left."""
+
+    @abstractmethod
+    def refresh(self, what: Changed) -> None:
+        """Into the parameters, or the state, too, of :attr:`optimizer`: what the ranks have now."""
+
+    # ------------------------------------------------------------------ from rank 0
+
+    @abstractmethod
+    def gradients(self, reached: Sequence[bool]) -> None:
+        """To ``param.grad`` of each rank, of those parameters that have one; the others have none."""
+
+    @abstractmethod
+    def host_gradients(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
+        """As :meth:`gradients`, from ``given`` parameters of rank 0 in host memory."""
+
+    @abstractmethod
+    def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
+        """What hooks have made of it, into the ``given`` ones."""
+
+    @torch.no_grad()
+    def values(self, changed: Changed) -> None:
+        """What has changed."""
+        if changed & Changed.PARAMETERS:
+            self._spread_parameters()
+        if changed & Changed.STATISTICS:
+            self._broadcast(self._averaged)
+        if changed & Changed.OPTIMIZER and self._each_steps:
+            self._spread_state()
+        if changed & Changed.STATE == Changed.STATE:
+            self._broadcast(self._own)
+
+    @abstractmethod
+    def _spread_parameters(self) -> None: ...
+
+    @abstractmethod
+    def _spread_state(self) -> None: ...
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """What rank 0 has, to all: each has all of it."""
+        under_way = []
+        for one in tensors:
+            whole = one if one.is_contiguous() else one.contiguous()
+            group = self._host if one.device.type == "cpu" else None
+            under_way.append((dist.broadcast(whole, 0, group=group, async_op=True), one, whole))
+        for work, one, whole in under_way:
+            work.wait()
+            if whole is not one and not self._ranks.leads:
+                one.copy_(whole)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """In the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """Of each group, without its parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

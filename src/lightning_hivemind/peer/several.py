@@ -1,0 +1,45 @@
+"""What peers of several processes have in common, whatever strategy of Lightning's they are."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import torch
+
+from lightning_hivemind.peer.shards import Shards
+
+
+class SeveralProcesses:
+    """Between the swarm's strategy and one of Lightning's for several processes."""
+
+    broadcast: Any
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Lightning's sampler shuffles with seed 0 where nothing is seeded: all peers would see the same samples."""
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        if "PL_GLOBAL_SEED" not in os.environ:
+            kwargs["seed"] = self._order_seed()
+        return kwargs
+
+    @property
+    def data_place(self) -> int:
+        """Whose batches this rank takes: ranks with the same place take the same ones (tensor parallel)."""
+        kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        return int(kwargs["rank"])
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> Shards | None:
+        """How this rank holds its part of the model; None: it holds all of it."""
+        return None
+
+    def finish_gradients(self) -> None:
+        """After a backward pass: let ``param.grad`` be the mean over ranks."""
+
+    def _order_seed(self) -> int:
+        """One for all ranks, and another one at each peer."""
+        if "_peers_seed" not in self.__dict__:
+            self.__dict__["_peers_seed"] = self.broadcast(secrets.randbelow(2**31))
+        seed: int = self.__dict__["_peers_seed"]
+        return seed

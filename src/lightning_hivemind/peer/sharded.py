@@ -1,0 +1,247 @@
+"""Ranks that have a model in parts: rank 0 has it whole, in host memory, for the swarm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.errors import StateError
+from lightning_hivemind.peer.model import PeerModel, settings_of
+from lightning_hivemind.peer.pieces import Pieces
+from lightning_hivemind.peer.ranks import Group, Ranks
+from lightning_hivemind.peer.shards import OfPiece, Shards
+from lightning_hivemind.peer.whole import WholeOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """In an optimizer's state: a number in a tensor."""
+
+    dtype: str
+    value: float
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Single:
+        return cls(str(tensor.dtype).removeprefix("torch."), tensor.item())
+
+    def tensor(self) -> Tensor:
+        return torch.tensor(self.value, dtype=getattr(torch, self.dtype), device="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """In an optimizer's state: what is none of what a rank can have a part of."""
+
+    shape: tuple[int, ...]
+
+
+class Sharded(PeerModel):
+    """See the module, and :class:`.PeerModel`.
+
+    In rank 0's host memory there are the parameters and one gradient of each: twice the bytes of the whole model.
+
+    Args:
+        sums_first: gradients are averaged before a step, so rank 0 has those of each batch.
+    """
+
+    in_parts = True
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        group: Group,
+        shards: Shards,
+        tensors: Sequence[Tensor],
+        *,
+        each_steps: bool,
+        sums_first: bool,
+    ) -> None:
+        super().__init__(ranks, group, shards.optimizer, tensors, each_steps=each_steps)
+        self._shards, self._sums_first = shards, sums_first
+        self._pieces = Pieces(ranks, shards.pieces, self._host)
+        self._all = range(len(shards.pieces))
+        #: at rank 0
+        self._whole: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        if ranks.leads:
+            self._whole = [
+                torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(parameter.requires_grad)
+                for shape, dtype, parameter in zip(shards.shapes, shards.dtypes, shards.parameters, strict=True)
+            ]
+            self.optimizer = WholeOptimizer(shards.optimizer, self._whole)
+        self.refresh(Changed.PARAMETERS)
+
+    def batch_gradients(self) -> list[Tensor]:
+        return [one for one in self._shards.gradients() if one is not None]
+
+    # ------------------------------------------------------------------ to rank 0
+
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        if not self._sums_first:
+            return
+        found = self._shards.gradients()
+        told = self._ranks.share("gradients", "".join("01"[one is not None] for one in found))
+        which = [number for number in self._all if any(one[number] == "1" for one in told)]
+        whole: list[Tensor] = []
+        if self._ranks.leads:
+            self._gradients = self._gradients or [torch.empty_like(one, requires_grad=False) for one in self._whole]
+            whole = [self._gradients[n] for n in which]
+        self._pieces.gather(which, self._parts_of(which, found), self._dtypes(which), whole)
+        for parameter in self._whole:
+            parameter.grad = None
+        for n, one in zip(which, whole, strict=self._ranks.leads):
+            self._whole[n].grad = one
+
+    @torch.no_grad()
+    def refresh(self, what: Changed) -> None:
+        if what & Changed.PARAMETERS:
+            whole = [one.detach() for one in self._whole]
+            self._pieces.gather(self._all, self._shards.values(), self._dtypes(self._all), whole)
+        if what & Changed.OPTIMIZER and self._each_steps:
+            self._gather_state()
+
+    # ------------------------------------------------------------------ from rank 0
+
+    def gradients(self, reached: Sequence[bool]) -> None:
+        self.host_gradients(reached, self._whole)
+
+    @torch.no_grad()
+    def host_gradients(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
+        which, whole = self._with_gradient(reached, given)
+        self._pieces.spread(which, self._shards.room_for_gradients(reached), self._dtypes(which), whole)
+
+    @torch.no_grad()
+    def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
+        which, whole = self._with_gradient(reached, given)
+        self._pieces.gather(which, self._parts_of(which, self._shards.gradients()), self._dtypes(which), whole)
+
+    def _spread_parameters(self) -> None:
+        whole = [one.detach() for one in self._whole]
+        self._pieces.spread(self._all, self._shards.values(), self._dtypes(self._all), whole)
+        self._shards.written()
+
+    def _spread_state(self) -> None:
+        told = self._group.broadcast((self._described(), settings_of(self.local)) if self._ranks.leads else None)
+        entries, settings = told
+        made = [
+            {name: one.tensor() if isinstance(one, _Single) else one for name, one in entry.items()}
+            for entry in entries
+        ]
+        room = self._shards.room_for_state(made)
+        for name, which, dtypes in _by_name(entries):
+            whole = [self.optimizer.state[self._whole[n]][name] for n in which] if self._ranks.leads else []
+            self._pieces.spread(which, [room[n][name] for n in which], dtypes, whole)
+        for group, theirs in zip(self.local.param_groups, settings, strict=True):
+            group.update(theirs)
+
+    # ------------------------------------------------------------------ private
+
+    def _with_gradient(self, reached: Sequence[bool], given: Sequence[Tensor] | None) -> tuple[list[int], list[Tensor]]:
+        """Which have one, and at rank 0 those of ``given``."""
+        which = [n for n in self._all if reached[n]]
+        gradients = [given[n].grad for n in which] if given and self._ranks.leads else []
+        return which, [one for one in gradients if one is not None]
+
+    def _parts_of(self, which: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
+        """This rank's, with zeros where it has none."""
+        shards = self._shards
+        return [
+            torch.zeros(shards.pieces[n].shape, dtype=shards.dtypes[n], device="cpu") if one is None else one
+            for n, one in ((n, found[n]) for n in which)
+        ]
+
+    def _dtypes(self, which: Sequence[int]) -> list[torch.dtype]:
+        return [self._shards.dtypes[n] for n in which]
+
+    def _described(self) -> list[dict[str, Any]]:
+        """At rank 0, of the whole optimizer's state."""
+        return [
+            {name: _told(one, whole.shape) for name, one in self.optimizer.state.get(whole, {}).items()}
+            for whole in self._whole
+        ]
+
+    def _gather_state(self) -> None:
+        """(A rank whose piece of a parameter is empty may have no state of it.)"""
+        state, pieces = self._shards.state(), self._shards.pieces
+        mine = [
+            {name: _told(one, piece.shape) for name, one in entry.items()}
+            for entry, piece in zip(state, pieces, strict=True)
+        ]
+        everybody: list[list[list[Any]]] = self._ranks.share(
+            "state", [[_plain(one) for one in entry.items()] for entry in mine]
+        )
+        told: list[list[Any]] = [max((one[n] for one in everybody), key=len) for n in self._all]
+        entries = [dict(map(_read, one)) for one in told]
+        for name, other in (item for entry in entries for item in entry.items() if isinstance(item[1], _Other)):
+            if self._ranks.leads:
+                raise StateError(
+                    f"{type(self.local).__name__} keeps {name!r} of shape {other.shape}, which is not its parameter's:"
+                    " of a model in parts it cannot be handed to peers that join. Use another optimizer, or DDP."
+                )
+            return
+        leads, found = self._ranks.leads, [dict[str, Any]() for _ in self._all]
+        for n, entry in enumerate(entries):
+            for name, one in entry.items():
+                if isinstance(one, _Single):
+                    found[n][name] = one.tensor()
+                elif not isinstance(one, OfPiece):
+                    found[n][name] = one
+                elif leads:
+                    found[n][name] = torch.empty(self._shards.shapes[n], dtype=one.dtype, device="cpu")
+        for name, which, dtypes in _by_name(entries):
+            parts = [
+                state[n][name] if name in state[n] else torch.empty(pieces[n].shape, dtype=dtype, device="cpu")
+                for n, dtype in zip(which, dtypes, strict=True)
+            ]
+            self._pieces.gather(which, parts, dtypes, [found[n][name] for n in which] if leads else [])
+        if leads:
+            order = entries
+            self.optimizer.state.clear()
+            self.optimizer.state.update(
+                {w: {name: one[name] for name in e} for w, one, e in zip(self._whole, found, order, strict=True) if e}
+            )
+
+
+def _told(value: Any, shape: Sequence[int]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() == 1 and value.dim() == 0:
+        return _Single.of(value)
+    if tuple(value.shape) == tuple(shape):
+        return OfPiece(value.dtype)
+    return _Other(tuple(value.shape))
+
+
+def _plain(item: tuple[str, Any]) -> list[Any]:
+    """For JSON."""
+    name, one = item
+    if isinstance(one, OfPiece):
+        return [name, "piece", str(one.dtype).removeprefix("torch.")]
+    if isinstance(one, _Other):
+        return [name, "other", list(one.shape)]
+    return [name, one.dtype, one.value] if isinstance(one, _Single) else [name, "", one]
+
+
+def _read(told: Sequence[Any]) -> tuple[str, Any]:
+    name, kind, value = told
+    if kind == "piece":
+        return name, OfPiece(getattr(torch, value))
+    if kind == "other":
+        return name, _Other(tuple(value))
+    return name, _Single(kind, value) if kind else value
+
+
+def _by_name(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int], list[torch.dtype]]]:
+    """Of each name in a state: which parameters have a piece of it, and its dtypes."""
+    names = dict.fromkeys(name for entry in entries for name, one in entry.items() if isinstance(one, OfPiece))
+    found = []
+    for name in names:
+        which = [n for n, entry in enumerate(entries) if isinstance(entry.get(name), OfPiece)]
+        found.append((name, which, [entries[n][name].dtype for n in which]))
+    return found

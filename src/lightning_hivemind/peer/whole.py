@@ -1,0 +1,82 @@
+"""An optimizer as the engine needs one: over whole parameters, where ranks have theirs in parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GroupView(dict[str, Any]):
+    """One group of an optimizer: reads as it, over other parameters, and writes through."""
+
+    def __init__(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        super().__init__({**group, "params": list(parameters)})
+        self._group = group
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "params":
+            self._group[key] = value
+
+    update = MutableMapping.update  # these write one by one, as above
+    setdefault = MutableMapping.setdefault
+
+    def __ior__(self, other: Any) -> GroupView:  # type: ignore[misc,override]
+        self.update(other)
+        return self
+
+
+class OptimizerView(torch.optim.Optimizer):
+    """Another optimizer's groups, seen over other ``parameters``, in the same order; settings written here reach it."""
+
+    def __init__(self, seen: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        # no super().__init__: this is a view of ``seen``, and owns no parameters
+        self._seen, self._parameters = seen, list(parameters)
+        self.defaults = seen.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        groups: list[dict[str, Any]] = []
+        start = 0
+        for group in self._seen.param_groups:
+            end = start + len(group["params"])
+            groups.append(GroupView(group, self._parameters[start:end]))
+            start = end
+        return groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError("parameters cannot be added to a running swarm: all peers must train the same ones")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._seen!r})"
+
+
+class WholeOptimizer(OptimizerView):
+    """Steps with the ranks' own optimizer, whose state it has as it was last gathered (see :meth:`.PeerModel.refresh`).
+
+    In a checkpoint the ranks' own optimizer is: ``state_dict`` is empty, and loads nothing.
+    """
+
+    def __init__(self, seen: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        super().__init__(seen, parameters)
+        self.state: Any = defaultdict(dict)
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        return self._seen.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,219 @@
+"""Peers whose ranks have the model in parts (FSDP, FSDP2, tensor parallel), alone and together with others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from swarm.checks import assert_complete, assert_in_step, assert_ledger, assert_one_process
+from swarm.harness import Peer, Swarm
+from swarm.replay import distance, replay, replay_outer
+from swarm.spec import ENDLESS
+
+pytestmark = pytest.mark.swarm
+STEPS = 50
+
+
+@pytest.fixture
+def engine() -> str:
+    return "native"
+
+
+def mesh(data: int, tensor: int) -> str:
+    return f"pl.strategies.ModelParallelStrategy(data_parallel_size={data}, tensor_parallel_size={tensor})"
+
+
+def kind(local_strategy: str, plain: str = "", ranks: int = 2, parts: str = "", data: int = 2) -> dict[str, Any]:
+    """``plain``: what Lightning's own Trainer gets; ``data``: ranks with batches of their own."""
+    return {"code": local_strategy, "plain": plain or local_strategy, "ranks": ranks, "parts": parts, "data": data}
+
+
+WRAP = "auto_wrap_policy={torch.nn.Linear}"
+KINDS = {
+    "fsdp2": kind(mesh(2, 1), parts="fsdp2"),
+    "tensor": kind(mesh(1, 2), parts="tensor", data=1),
+    "fsdp2 tensor": kind(mesh(2, 2), parts="fsdp2 tensor", ranks=4),
+    "fsdp": kind("'fsdp'", "FsdpOnCpus()"),
+    "fsdp wrapped": kind(f"pl.strategies.FSDPStrategy({WRAP})", f"FsdpOnCpus({WRAP})"),
+    "fsdp grad op": kind(
+        f"pl.strategies.FSDPStrategy({WRAP}, sharding_strategy='SHARD_GRAD_OP')",
+        f"FsdpOnCpus({WRAP}, sharding_strategy='SHARD_GRAD_OP')",
+    ),
+}
+TWO = ["fsdp2", "fsdp wrapped"]
+
+
+def peer_of(name: str, **fields: Any) -> dict[str, Any]:
+    """What makes a peer of that kind, for ``Swarm.start``."""
+    one = KINDS[name]
+    model = {**({"parts": one["parts"]} if one["parts"] else {}), **fields.pop("model", {})}
+    code = {"local_strategy": one["code"], **fields.pop("strategy_code", {})}
+    return {"ranks": one["ranks"], "model": model, "strategy_code": code, **fields}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_alone_in_a_swarm_it_is_lightnings_own_strategy_bit_for_bit(swarm: Swarm, name: str) -> None:
+    one, target = KINDS[name], 8 * KINDS[name]["data"]
+    common: dict[str, Any] = {
+        "env": {"PL_GLOBAL_SEED": "7"},  # as seed_everything(7) does: else each peer has an order of its own
+        "trainer": {"max_steps": STEPS},
+    }
+    made = peer_of(name, model={"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"})
+    (peer,) = swarm.start(1, together=False, strategy={"target_batch_size": target}, **common, **made)
+    del made["strategy_code"]
+    plain = swarm.plain(trainer_code={"strategy": one["plain"]}, **common, **made)
+    swarm.finish()
+    assert sorted(peer.commits) == sorted(plain.commits) == list(range(STEPS + 1))
+    different = [step for step in range(STEPS + 1) if peer.commits[step].digest != plain.commits[step].digest]
+    assert not different, f"first different step: {different[0]}"
+    assert [c.lr for c in peer.commits.values()] == [c.lr for c in plain.commits.values()]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_together_with_a_peer_of_one_process_it_is_one_process_with_the_samples_of_all(swarm: Swarm, name: str) -> None:
+    peers = swarm.start(
+        2,
+        peers=[peer_of(name, data_samples=4091), {"delay_s": 0.01, "data_samples": 4091}],
+        model={"optimizer": "adamw", "lr": 0.01},
+        trainer={"max_steps": STEPS},
+    )
+    swarm.finish(timeout_s=150)
+    assert_one_process(peers, STEPS)
+    assert not peers[0].said("ParametersDiffered")
+
+
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"offload_optimizer": True},
+        {"delay_state_averaging": True, "delay_optimizer_step": True},
+        {"delay_state_averaging": True, "delay_grad_averaging": True},
+    ],
+    ids=["offload", "delayed step", "delayed averaging"],
+)
+def test_it_stays_equal_to_others_in_every_way_to_step(swarm: Swarm, name: str, strategy: dict[str, Any]) -> None:
+    peers = swarm.start(
+        2,
+        peers=[peer_of(name), {"delay_s": 0.01}],
+        strategy=strategy,
+        model={"optimizer": "adamw", "lr": 0.01, "norm": True},
+        trainer={"max_steps": 12},
+    )
+    swarm.finish(timeout_s=120)
+    ends = [one.said("finished")[0] for one in peers]
+    assert ends[0]["global_step"] == ends[1]["global_step"] == 12
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["digest"] != peers[0].commits[0].digest
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_outer_steps_are_those_of_workers_one_after_another(swarm: Swarm, name: str) -> None:
+    settings: dict[str, Any] = {"lr": 0.7, "momentum": 0.6, "nesterov": True}
+    outer = {"outer": "DiLoCo(lr=0.7, momentum=0.6, nesterov=True)"}
+    peers = swarm.start(
+        2,
+        peers=[
+            peer_of(name, batch_size=4, strategy_code=outer),
+            {"delay_s": 0.01, "batch_size": 6, "strategy_code": outer},
+        ],
+        strategy={"target_batch_size": 64},
+        model={"optimizer": "adamw", "lr": 0.01},
+        trainer={"max_steps": 5},
+        free={"barrier_batch": 0},
+    )
+    swarm.finish(timeout_s=120)
+    assert_complete(peers, range(1, 6))
+    assert_ledger(peers)
+    expected = replay_outer(peers, 5, **settings)
+    assert distance(expected[5], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
+    common = [peer.parameters("common_5") for peer in peers]
+    assert (common[0] == common[1]).all()
+    assert distance(common[0], expected[5]) < 1e-5
+
+
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("joins", [True, False])
+def test_who_joins_has_the_whole_state(swarm: Swarm, name: str, joins: bool) -> None:
+    """Parameters, moments, buffers, and the place of the scheduler: from a model in parts, or into one."""
+    model = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential", "norm": True}
+    common: dict[str, Any] = {"trainer": {"max_steps": 40}, "together": False, "delay_s": 0.05}
+    parts, whole = peer_of(name, model=model), {"model": model}
+    (first,) = swarm.start(1, **common, **(whole if joins else parts))
+    first.wait_epoch(5)
+    (second,) = swarm.start(1, order_seed=1, **common, **(parts if joins else whole))
+    swarm.finish(timeout_s=120)
+    assert second.said("StateLoaded")
+    steps = [step for step in same_digests([first, second]) if step > 5]
+    assert len(steps) > 10
+    for step in steps:
+        assert first.commits[step].lr == second.commits[step].lr
+    assert not first.said("ParametersDiffered")
+
+
+def same_digests(peers: list[Peer]) -> list[int]:
+    """Steps that both recorded between two batches, after all of which they are equal to the last bit."""
+    both = [step for step in peers[0].commits if step in peers[1].commits]
+    told = [step for step in both if all(peer.commits[step].digest for peer in peers)]
+    for step in told:
+        assert peers[0].commits[step].digest == peers[1].commits[step].digest, step
+    return told
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_one_that_is_bad_at_one_rank_is_left_out_by_all(swarm: Swarm, name: str) -> None:
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"target_batch_size": 16},
+        trainer={"max_steps": 6},
+        **peer_of(name, model={"nan_at": [3]}),
+    )
+    swarm.finish()
+    assert [one["samples"] for one in peer.said("BatchDropped")] == [16]
+    assert distance(peer.parameters(6), replay([peer], 6)[6]) < 1e-5
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_the_norm_of_the_averaged_gradient_is_clipped_as_of_one_process(swarm: Swarm, name: str) -> None:
+    import torch
+
+    peers = swarm.start(
+        2,
+        peers=[peer_of(name), {"delay_s": 0.01}],
+        model={"scale_loss": 10.0},
+        trainer={"max_steps": 10, "gradient_clip_val": 0.5},
+    )
+    swarm.finish(timeout_s=90)
+    expected = replay(peers, 10, clip=lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.5))
+    for peer in peers:
+        assert distance(peer.parameters(10), expected[10]) < 1e-5
+    assert distance(replay(peers, 10)[10], expected[10]) > 1e-2, "nothing was clipped"
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_it_validates_between_and_others_join_meanwhile(swarm: Swarm, name: str) -> None:
+    common: dict[str, Any] = {"delay_s": 0.02, "trainer": {"max_steps": 24, "val_check_interval": 4}, "together": False}
+    (first,) = swarm.start(1, **common, **peer_of(name))
+    first.wait_epoch(3)
+    (second,) = swarm.start(1, order_seed=1, **common)
+    swarm.finish(timeout_s=120)
+    assert len(first.said("validated")) >= 3
+    assert len(same_digests([first, second])) >= 5
+    assert_in_step([first, second], [24])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_whose_rank_is_killed_ends_and_the_others_go_on(swarm: Swarm, rank: int) -> None:
+    peers = swarm.start(2, peers=[{}, peer_of("fsdp2")], trainer=ENDLESS, delay_s=0.05)
+    for peer in peers:
+        peer.wait_epoch(2)
+    os.kill(int(peers[1].of_rank(rank).wait_for("started")["pid"]), signal.SIGKILL)
+    peers[1].wait_exit(code=None)
+    assert peers[1].exit_code != 0
+    at = max(peers[0].commits)
+    peers[0].wait_epoch(at + 5)
+    assert peers[1].of_rank(1 - rank).said("raised")
