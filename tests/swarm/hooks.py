@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -27,6 +28,15 @@ class FsdpOnCpus(FSDPStrategy):
         device = torch.device("cpu")
         kwargs, self.kwargs = self.kwargs, {}
         return FullyShardedDataParallel(model, sharding_strategy=self.sharding_strategy, device_id=device, **kwargs)
+
+
+class ZeroOnCpus(DeepSpeedStrategy):
+    """Lightning's own, which is for GPUs only."""
+
+    def setup_environment(self) -> None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        self.parallel_devices = [torch.device("cpu", number) for number in range(len(self.parallel_devices or []))]
+        DDPStrategy.setup_environment(self)
 
 
 def hooked(strategy: Any, name: str) -> Any:

@@ -174,7 +174,7 @@ def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, 
         names["DiLoCo"] = importlib.import_module("lightning_hivemind").DiLoCo
     if any("hooked(" in text or "OnCpus" in text for text in code.values()):
         hooks = importlib.import_module("swarm.hooks")
-        names |= {"hooked": hooks.hooked, "OnCpus": hooks.OnCpus, "FsdpOnCpus": hooks.FsdpOnCpus}
+        names |= {name: getattr(hooks, name) for name in ("hooked", "OnCpus", "FsdpOnCpus", "ZeroOnCpus")}
     if any("PowerSGD" in text for text in code.values()):
         module = importlib.import_module("hivemind.optim.power_sgd_averager")
         names["PowerSGDGradientAverager"] = module.PowerSGDGradientAverager

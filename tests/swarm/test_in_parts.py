@@ -42,6 +42,9 @@ KINDS = {
         f"pl.strategies.FSDPStrategy({WRAP}, sharding_strategy='SHARD_GRAD_OP')",
         f"FsdpOnCpus({WRAP}, sharding_strategy='SHARD_GRAD_OP')",
     ),
+    "zero 1": kind("'deepspeed_stage_1'", "ZeroOnCpus(stage=1)"),
+    "zero 2": kind("'deepspeed_stage_2'", "ZeroOnCpus(stage=2)"),
+    "zero 3": kind("'deepspeed_stage_3'", "ZeroOnCpus(stage=3)"),
 }
 TWO = ["fsdp2", "fsdp wrapped"]
 

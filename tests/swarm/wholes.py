@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 def in_parts(model: Any) -> bool:
     """Whether no rank has all of it: then :func:`wholes` is a collective of all ranks."""
+    if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters()):
+        return True
     return isinstance(_wrapped(model), FullyShardedDataParallel) or any(
         isinstance(p, DTensor) for p in model.parameters()
     )
@@ -24,6 +26,12 @@ def wholes(model: Any) -> list[tuple[str, Tensor]]:
             return [
                 (name.replace("_fsdp_wrapped_module.", ""), p.detach().clone()) for name, p in model.named_parameters()
             ]
+    parameters = list(model.parameters())
+    if any(hasattr(p, "ds_id") for p in parameters):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters):
+            return [(name, p.detach().clone()) for name, p in model.named_parameters()]
     for one in wrapped.modules():
         if isinstance(one, FSDPModule):
             one.reshard()  # (what was only evaluated stays together)

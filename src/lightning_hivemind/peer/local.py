@@ -11,16 +11,16 @@ from lightning_hivemind.peer.fsdp import FullySharded
 from lightning_hivemind.peer.in_parts import ModelParallel
 from lightning_hivemind.peer.replicated import Replicated
 from lightning_hivemind.peer.single import SingleProcess
+from lightning_hivemind.peer.zero import ZeroRedundancy
 
 AUTO = "auto"
 #: for each strategy of Lightning's that a peer can be: what stands before it
 _MIXINS: dict[str, type] = {
+    "DeepSpeedStrategy": ZeroRedundancy,  # which Lightning derives from the next
     "DDPStrategy": Replicated,
     "ModelParallelStrategy": ModelParallel,
     "FSDPStrategy": FullySharded,
 }
-#: derived from one of these, and none that a peer can be
-_OTHERS = ("DeepSpeedStrategy", "XLAStrategy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ def _bases(strategy: Any, said: Any, package: str, start_method: Any) -> tuple[t
             f"local_strategy={said!r}: spawned ranks would get this strategy through pickle, which it does not bear."
             ' Use "ddp", which starts the script once for each rank.'
         )
-    others = tuple(_class(package, name) for name in _OTHERS)
     for name, mixin in _MIXINS.items():
         if isinstance(strategy, type) and issubclass(strategy, _class(package, name)):
-            if not issubclass(strategy, others):
-                return (mixin, strategy)
+            if issubclass(strategy, _class(package, "XLAStrategy")):  # derived from it
+                break
+            return (mixin, strategy)
     raise ArgumentError(
         f"local_strategy={said!r}: a peer of a swarm cannot be such a one. Use {', '.join(_MIXINS)}, or one of their"
         ' names; or leave it away: on one device, and on several with DDP, "auto" does.'

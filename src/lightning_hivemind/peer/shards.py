@@ -43,6 +43,11 @@ class Shards(ABC):
         self.optimizer = optimizer
         self.parameters = parameters_of(optimizer)
 
+    @property
+    def kind(self) -> str:
+        """Of the optimizer: the class's name, equal at all peers."""
+        return type(self.optimizer).__name__
+
     @abstractmethod
     def values(self) -> list[Tensor]:
         """The pieces themselves: what is written there is the model's, after :meth:`written`."""

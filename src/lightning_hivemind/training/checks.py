@@ -84,7 +84,7 @@ def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None
             " (return the loss from training_step)."
         )
     # (without what Lightning puts there for None)
-    made = [one for one in strategy.optimizers if one.__dict__.get("param_groups")]
+    made = [one for one in strategy.optimizers if one.param_groups]
     if len(strategy.optimizers) != 1 or not made:
         raise ArgumentError(
             f"configure_optimizers returned {len(made)} optimizers: a swarm trains with exactly one."

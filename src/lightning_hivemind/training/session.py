@@ -388,7 +388,7 @@ class TrainingSession:
         parameters, names = parameters_of(optimizer), names_of(self._module)
         shapes = [p.shape for p in parameters] if shards is None else shards.shapes
         dtypes = [p.dtype for p in parameters] if shards is None else shards.dtypes
-        lines = [f"optimizer {type(optimizer).__name__}"]
+        lines = [f"optimizer {type(optimizer).__name__ if shards is None else shards.kind}"]
         lines += [
             f"{names.get(id(p), '?')} {tuple(shape)} {dtype}{'' if p.requires_grad else ' frozen'}"
             for p, shape, dtype in zip(parameters, shapes, dtypes, strict=True)

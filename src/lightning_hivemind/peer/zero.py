@@ -1,0 +1,55 @@
+"""DeepSpeed's ZeRO inside of a peer: what its strategy does otherwise than Lightning's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.peer.in_parts import InParts
+from lightning_hivemind.peer.shards import Shards
+from lightning_hivemind.peer.zero_shards import ZeroOptimizer, ZeroShards
+from lightning_hivemind.peer.zero_stages import Stage, Stage1And2, Stage3
+
+_STAGES: dict[str, type[Stage]] = {
+    "DeepSpeedZeroOptimizer": Stage1And2,
+    "DeepSpeedZeroOptimizer_Stage3": Stage3,
+}
+
+
+class ZeroRedundancy(InParts):
+    """Between the swarm's strategy and Lightning's ``DeepSpeedStrategy``; works on CPUs, too."""
+
+    parallel_devices: list[torch.device] | None
+    optimizers: list[Any]
+    #: parameters by group, as the user's optimizer has them
+    _parameters: list[list[Tensor]]
+
+    def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
+        assert isinstance(optimizer, ZeroOptimizer)
+        return ZeroShards(optimizer)
+
+    def setup_environment(self) -> None:
+        devices = self.parallel_devices or []
+        if any(one.type != "cpu" for one in devices):
+            super().setup_environment()  # type: ignore[misc]
+            return
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self.parallel_devices = [torch.device("cpu", number) for number in range(len(devices))]
+        theirs: Any = next(cls for cls in type(self).__mro__ if cls.__name__ == "DeepSpeedStrategy")
+        theirs.__base__.setup_environment(self)  # its own refuses what is no GPU
+
+    def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+        engine, made = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)  # type: ignore[misc]
+        stage = _STAGES.get(type(made).__name__)
+        if stage is None:
+            raise ArgumentError(
+                f"DeepSpeed has made a {type(made).__name__} here, which a swarm does not know. Use ZeRO (stage 1, 2 or"
+                ' 3) with Trainer(precision="32-true").'
+            )
+        return engine, ZeroOptimizer(engine, stage(made), groups)

@@ -1,0 +1,166 @@
+"""DeepSpeed inside of a peer: its optimizer as Lightning and a swarm see one, and the parts that ranks have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hivemind.peer.pieces import Piece, interval
+from lightning_hivemind.peer.shards import OfPiece, Shards
+from lightning_hivemind.peer.whole import GroupView
+from lightning_hivemind.peer.zero_stages import Place, Stage
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """DeepSpeed's optimizer, over the module's own parameters in the groups that the user has made.
+
+    A step is DeepSpeed's: on what the last backward pass has left, or on what :meth:`use` was given since.
+
+    Args:
+        engine: which counts steps, for its checkpoints.
+        groups: the parameters of each group.
+    """
+
+    def __init__(self, engine: Any, stage: Stage, groups: Sequence[Sequence[Tensor]]) -> None:
+        # no super().__init__: the optimizer inside of DeepSpeed's has the settings
+        self.engine, self.stage, self._parameters = engine, stage, [list(one) for one in groups]
+        self.inner: torch.optim.Optimizer = stage.zero.optimizer
+        self.defaults = self.inner.defaults
+        self._given: Callable[[], None] | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        groups = zip(self.inner.param_groups, self._parameters, strict=True)
+        return [GroupView(group, parameters) for group, parameters in groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def use(self, put: Callable[[], None]) -> None:
+        """The next step is on what ``put`` puts there."""
+        self._given = put
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        given, self._given = self._given, None
+        if given is not None:
+            self.stage.forget_gradients()
+            given()
+        self.stage.zero.step()
+        self.engine.global_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.stage.forget_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """DeepSpeed loads its own checkpoints."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise RuntimeError("parameters cannot be added to DeepSpeed's optimizer")
+
+    def __repr__(self) -> str:
+        return f"ZeroOptimizer({self.inner!r})"
+
+
+class ZeroShards(Shards):
+    """Of float32 values, whatever the model computes with."""
+
+    optimizer: ZeroOptimizer
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        super().__init__(optimizer)
+        self._stage = stage = optimizer.stage
+        self._places: list[Place | None] = [stage.place(p) if p.requires_grad else None for p in self.parameters]
+        self._by_id = {id(p): one for p, one in zip(self.parameters, self._places, strict=True) if one is not None}
+        self.shapes = [stage.shape(p) for p in self.parameters]
+        self.dtypes = [torch.float32 if p.requires_grad else p.dtype for p in self.parameters]
+        self.pieces = [self._piece(p, shape) for p, shape in zip(self.parameters, self.shapes, strict=True)]
+        self._averaged: list[Tensor] = []
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer.inner).__name__
+
+    def values(self) -> list[Tensor]:
+        flats = self._stage.flats
+        return [
+            _at(flats, place) if p.requires_grad else self._stage.frozen(p)[1]
+            for p, place in zip(self.parameters, self._places, strict=True)
+        ]
+
+    def written(self) -> None:
+        self._stage.written()
+
+    def gradients(self) -> list[Tensor | None]:
+        return [
+            None if place is None else self._stage.gradient(p, place)
+            for p, place in zip(self.parameters, self._places, strict=True)
+        ]
+
+    def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
+        """(DeepSpeed knows no parameter without a gradient: of who is not reached it is zero.)"""
+        self._averaged = self._averaged or [torch.zeros_like(flat, requires_grad=False) for flat in self._stage.flats]
+        for flat in self._averaged:
+            flat.zero_()
+        self.optimizer.use(lambda: self._stage.put_gradients(self._averaged, self._by_id))
+        return [_at(self._averaged, place) for place, has in zip(self._places, reached, strict=True) if has]
+
+    def state(self) -> list[dict[str, Any]]:
+        flats, state = self._stage.flats, self.optimizer.state
+        found: list[dict[str, Any]] = []
+        for place in self._places:
+            entry = {} if place is None else state.get(flats[place.flat], {})
+            found.append({name: _of(one, flats, place) for name, one in entry.items()})
+        return found
+
+    def room_for_state(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
+        flats, state = self._stage.flats, self.optimizer.state
+        state.clear()
+        room: list[dict[str, Tensor]] = []
+        for place, entry in zip(self._places, told, strict=True):
+            mine: dict[str, Tensor] = {}
+            for name, value in entry.items():
+                if not isinstance(value, OfPiece):
+                    if place is not None:
+                        state[flats[place.flat]][name] = value
+                    continue
+                if place is None:
+                    mine[name] = torch.empty(0, dtype=value.dtype, device="cpu")
+                    continue
+                flat = flats[place.flat]
+                if name not in state[flat]:
+                    state[flat][name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
+                mine[name] = state[flat][name].narrow(0, place.offset, place.numel)
+            room.append(mine)
+        return room
+
+    def _piece(self, parameter: Tensor, shape: torch.Size) -> Piece:
+        if not parameter.requires_grad:
+            begin, part = self._stage.frozen(parameter)
+            return interval(shape.numel(), begin, begin + part.numel())
+        place = self._stage.place(parameter)
+        return (
+            interval(shape.numel(), 0, 0)
+            if place is None
+            else interval(shape.numel(), place.begin, place.begin + place.numel)
+        )
+
+
+def _at(flats: Sequence[Tensor], place: Place | None) -> Tensor:
+    """What lies there; of nothing: an empty tensor."""
+    if place is None:
+        return flats[0].detach()[:0]
+    return flats[place.flat].detach().narrow(0, place.offset, place.numel)
+
+
+def _of(value: Any, flats: Sequence[Tensor], place: Place | None) -> Any:
+    """Of an entry of a flat partition's state, what is of the parameter there."""
+    if place is None or not isinstance(value, Tensor) or value.shape != flats[place.flat].shape:
+        return value
+    return value.narrow(0, place.offset, place.numel)
