@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.checks import assert_complete, assert_in_step, assert_ledger, assert_one_process
+from swarm.checks import assert_complete, assert_ledger, assert_one_process
 from swarm.harness import Peer, Swarm
 from swarm.replay import distance, replay, replay_outer
 from swarm.spec import ENDLESS
@@ -31,6 +31,13 @@ def kind(local_strategy: str, plain: str = "", ranks: int = 2, parts: str = "", 
     return {"code": local_strategy, "plain": plain or local_strategy, "ranks": ranks, "parts": parts, "data": data}
 
 
+def zero(stage: int, **offload: Any) -> tuple[str, str]:
+    """With torch's AdamW, for which DeepSpeed compiles nothing; as a peer and by itself."""
+    settings = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    config = {**settings, "zero_optimization": {"stage": stage, **offload}}
+    return f"pl.strategies.DeepSpeedStrategy(config={config})", f"ZeroOnCpus(config={config})"
+
+
 WRAP = "auto_wrap_policy={torch.nn.Linear}"
 KINDS = {
     "fsdp2": kind(mesh(2, 1), parts="fsdp2"),
@@ -45,8 +52,10 @@ KINDS = {
     "zero 1": kind("'deepspeed_stage_1'", "ZeroOnCpus(stage=1)"),
     "zero 2": kind("'deepspeed_stage_2'", "ZeroOnCpus(stage=2)"),
     "zero 3": kind("'deepspeed_stage_3'", "ZeroOnCpus(stage=3)"),
+    "zero 2 offload": kind(*zero(2, offload_optimizer={"device": "cpu"})),
+    "zero 3 offload": kind(*zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})),
 }
-TWO = ["fsdp2", "fsdp wrapped"]
+MAIN = ["fsdp2", "fsdp wrapped", "zero 2 offload", "zero 3", "zero 3 offload"]
 
 
 def peer_of(name: str, **fields: Any) -> dict[str, Any]:
@@ -88,7 +97,7 @@ def test_together_with_a_peer_of_one_process_it_is_one_process_with_the_samples_
     assert not peers[0].said("ParametersDiffered")
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp wrapped"])
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -113,7 +122,7 @@ def test_it_stays_equal_to_others_in_every_way_to_step(swarm: Swarm, name: str, 
     assert ends[0]["digest"] != peers[0].commits[0].digest
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", MAIN)
 def test_outer_steps_are_those_of_workers_one_after_another(swarm: Swarm, name: str) -> None:
     settings: dict[str, Any] = {"lr": 0.7, "momentum": 0.6, "nesterov": True}
     outer = {"outer": "DiLoCo(lr=0.7, momentum=0.6, nesterov=True)"}
@@ -138,23 +147,35 @@ def test_outer_steps_are_those_of_workers_one_after_another(swarm: Swarm, name: 
     assert distance(common[0], expected[5]) < 1e-5
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", MAIN)
 @pytest.mark.parametrize("joins", [True, False])
 def test_who_joins_has_the_whole_state(swarm: Swarm, name: str, joins: bool) -> None:
     """Parameters, moments, buffers, and the place of the scheduler: from a model in parts, or into one."""
     model = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential", "norm": True}
-    common: dict[str, Any] = {"trainer": {"max_steps": 40}, "together": False, "delay_s": 0.05}
+    common: dict[str, Any] = {"trainer": ENDLESS, "together": False, "delay_s": 0.05}
     parts, whole = peer_of(name, model=model), {"model": model}
     (first,) = swarm.start(1, **common, **(whole if joins else parts))
     first.wait_epoch(5)
     (second,) = swarm.start(1, order_seed=1, **common, **(parts if joins else whole))
-    swarm.finish(timeout_s=120)
+    end_after([first, second], 15)
     assert second.said("StateLoaded")
     steps = [step for step in same_digests([first, second]) if step > 5]
     assert len(steps) > 10
     for step in steps:
         assert first.commits[step].lr == second.commits[step].lr
     assert not first.said("ParametersDiffered")
+
+
+def end_after(peers: list[Peer], commits: int) -> None:
+    """The last one's, of steps in which all are."""
+    last, count = peers[-1], len(peers)
+    last.wait_until(
+        lambda: len(last.said("EpochCommitted", contributors=count)) >= commits, timeout_s=90, what="steps of all"
+    )
+    for peer in peers:
+        peer.signal(signal.SIGINT, group=True)
+    for peer in peers:
+        peer.wait_exit(code=None)
 
 
 def same_digests(peers: list[Peer]) -> list[int]:
@@ -166,7 +187,7 @@ def same_digests(peers: list[Peer]) -> list[int]:
     return told
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", MAIN)
 def test_one_that_is_bad_at_one_rank_is_left_out_by_all(swarm: Swarm, name: str) -> None:
     (peer,) = swarm.start(
         1,
@@ -180,7 +201,7 @@ def test_one_that_is_bad_at_one_rank_is_left_out_by_all(swarm: Swarm, name: str)
     assert distance(peer.parameters(6), replay([peer], 6)[6]) < 1e-5
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", MAIN)
 def test_the_norm_of_the_averaged_gradient_is_clipped_as_of_one_process(swarm: Swarm, name: str) -> None:
     import torch
 
@@ -197,16 +218,15 @@ def test_the_norm_of_the_averaged_gradient_is_clipped_as_of_one_process(swarm: S
     assert distance(replay(peers, 10)[10], expected[10]) > 1e-2, "nothing was clipped"
 
 
-@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("name", MAIN)
 def test_it_validates_between_and_others_join_meanwhile(swarm: Swarm, name: str) -> None:
-    common: dict[str, Any] = {"delay_s": 0.02, "trainer": {"max_steps": 24, "val_check_interval": 4}, "together": False}
+    common: dict[str, Any] = {"delay_s": 0.02, "trainer": {**ENDLESS, "val_check_interval": 4}, "together": False}
     (first,) = swarm.start(1, **common, **peer_of(name))
     first.wait_epoch(3)
     (second,) = swarm.start(1, order_seed=1, **common)
-    swarm.finish(timeout_s=120)
+    end_after([first, second], 10)
     assert len(first.said("validated")) >= 3
     assert len(same_digests([first, second])) >= 5
-    assert_in_step([first, second], [24])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

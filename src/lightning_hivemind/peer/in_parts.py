@@ -14,6 +14,7 @@ from lightning_hivemind.peer.shards import DistributedTensors, Shards
 class InParts(SeveralProcesses):
     """Lightning's strategies for such models load their checkpoints by themselves."""
 
+    in_parts = True
     resume: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

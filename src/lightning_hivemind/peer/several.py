@@ -15,6 +15,8 @@ class SeveralProcesses:
     """Between the swarm's strategy and one of Lightning's for several processes."""
 
     broadcast: Any
+    #: whether no rank has the whole model; whether the optimizer cannot be taken into host memory by a swarm
+    in_parts = offloads_itself = False
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class SingleProcess:
         return True
 
     #: see :class:`.several.SeveralProcesses`
-    data_place = 0
+    data_place, in_parts, offloads_itself = 0, False, False
 
     def shards(self, optimizer: torch.optim.Optimizer) -> None:
         return None

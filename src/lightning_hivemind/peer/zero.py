@@ -23,6 +23,7 @@ _STAGES: dict[str, type[Stage]] = {
 class ZeroRedundancy(InParts):
     """Between the swarm's strategy and Lightning's ``DeepSpeedStrategy``; works on CPUs, too."""
 
+    offloads_itself = True
     parallel_devices: list[torch.device] | None
     optimizers: list[Any]
     #: parameters by group, as the user's optimizer has them

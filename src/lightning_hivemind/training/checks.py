@@ -62,7 +62,9 @@ def _check_ranks(arguments: Arguments, strategy: Any) -> None:
             " and start the script on each machine. (If several machines are to be one peer, say how it trains:"
             ' local_strategy="ddp".)'
         )
-    if strategy.world_size == 1:
+    if strategy.in_parts:
+        _check_parts(arguments, strategy)
+    elif strategy.world_size == 1:
         return
     ranks = f"this peer has {strategy.world_size} ranks"
     if arguments.auxiliary:
@@ -74,6 +76,23 @@ def _check_ranks(arguments: Arguments, strategy: Any) -> None:
         )
     if arguments.reuse_grad_buffers:
         raise ArgumentError(f"reuse_grad_buffers=True: {ranks}, whose gradients are averaged first. Leave it away.")
+
+
+def _check_parts(arguments: Arguments, strategy: Any) -> None:
+    """Of ranks that have the model in parts."""
+    parts = f"the ranks of this peer have the model in parts (local_strategy={arguments.local_strategy!r})"
+    if arguments.average_opt_statistics:
+        raise ArgumentError(f"average_opt_statistics: {parts}, and only rank 0 could average them. Leave it away.")
+    if strategy.offloads_itself and arguments.recreates_optimizer:
+        raise ArgumentError(
+            "offload_optimizer (or a delay, which offloads): DeepSpeed steps by its own optimizer. Leave them away, and"
+            " use DeepSpeedStrategy(offload_optimizer=True) for host memory."
+        )
+    if "16-mixed" in str(getattr(strategy.precision_plugin, "precision", "")).replace("bf16", ""):
+        raise ArgumentError(
+            f'Trainer(precision="16-mixed"): {parts}, each of which would have a loss scale of its own. Use'
+            ' "bf16-mixed".'
+        )
 
 
 def _check_optimizers(arguments: Arguments, strategy: Any, trainer: Any) -> None:
