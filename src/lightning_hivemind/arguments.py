@@ -59,6 +59,11 @@ class Arguments:
     """How this peer trains on its own devices: what ``Trainer(strategy=...)`` would take, a name or a strategy object
     with its options. ``"auto"``: DDP if the Trainer has several devices. Peers of one run may have unlike ones."""
 
+    portable_checkpoints: bool = _argument(True, check.flag)
+    """Of a model in parts (FSDP, FSDP2, DeepSpeed): write one file with whole tensors, as a plain Trainer does, which
+    any kind of peer resumes; rank 0 has it in host memory. Set it to False for the directory that Lightning's own
+    strategy writes, where that does not fit."""
+
     engine: str = _argument("native", check.one_of(*ENGINES))
     """What averages; equal on all peers. ``"native"``: rounds of this package's own, after which all peers have the
     same parameters. Set ``"hivemind"``, its averagers, if scripts that use ``hivemind.Optimizer`` take part."""

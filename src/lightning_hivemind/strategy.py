@@ -111,6 +111,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         self.extra_tensors = self.arguments.extra_tensors
         self._batch_samples = self._backwards = 0
         self._last_epoch, self._last_kept = 0, dict[str, Any]()
+        self.peer_model: Any = None
         self._left = False
         self._events_to_file = False
 
@@ -244,7 +245,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer that really steps, as a plain Trainer would save it."""
-        if self._session is None or self._session.in_parts:
+        if self._session is None or self.peer_model is not None:
             state: dict[str, Any] = super().optimizer_state(optimizer)
             return state
         return self._session.optimizer_state()
@@ -347,7 +348,9 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         session = TrainingSession(self.arguments, self, trainer, self.events)
         session.check()
         self._session = session
+        self.peer_model = None
         session.start(self._started_network)
+        self.peer_model = session.model_in_parts
         if self._network is not None and not self.arguments.client_mode:
             self._announce(self._network)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,10 @@ KINDS = {
     "fsdp grad op": kind(
         f"pl.strategies.FSDPStrategy({WRAP}, sharding_strategy='SHARD_GRAD_OP')",
         f"FsdpOnCpus({WRAP}, sharding_strategy='SHARD_GRAD_OP')",
+    ),
+    "fsdp sharded": kind(
+        f"pl.strategies.FSDPStrategy({WRAP}, state_dict_type='sharded')",
+        f"FsdpOnCpus({WRAP}, state_dict_type='sharded')",
     ),
     "zero 1": kind("'deepspeed_stage_1'", "ZeroOnCpus(stage=1)"),
     "zero 2": kind("'deepspeed_stage_2'", "ZeroOnCpus(stage=2)"),
@@ -95,6 +100,68 @@ def test_together_with_a_peer_of_one_process_it_is_one_process_with_the_samples_
     swarm.finish(timeout_s=150)
     assert_one_process(peers, STEPS)
     assert not peers[0].said("ParametersDiffered")
+
+
+def unlike(**fields: Any) -> list[dict[str, Any]]:
+    """A plain peer, two ranks of DDP, two of FSDP2, two of ZeRO-3 with offload; of unlike batches and speeds."""
+    ranks = [{}, {"ranks": 2}, peer_of("fsdp2"), peer_of("zero 3 offload")]
+    paces = [
+        {"batch_size": 6, "delay_s": 0.01},
+        {"batch_size": 4},
+        {"batch_size": 8, "delay_s": 0.02},
+        {"batch_size": 5},
+    ]
+    made = [{**one, **pace} for one, pace in zip(ranks, paces, strict=True)]
+    for one in made:
+        one["strategy_code"] = {**one.get("strategy_code", {}), **fields}
+    return made
+
+
+def test_unlike_peers_are_one_process_with_the_samples_of_all(swarm: Swarm) -> None:
+    peers = swarm.start(
+        4,
+        peers=unlike(),
+        strategy={"target_batch_size": 96},
+        model={"optimizer": "adamw", "lr": 0.01},
+        trainer={"max_steps": STEPS},
+    )
+    swarm.finish(timeout_s=240)
+    assert_one_process(peers, STEPS)
+    assert not any(peer.said("ParametersDiffered") for peer in peers)
+
+
+def test_unlike_peers_make_the_outer_steps_of_workers_one_after_another(swarm: Swarm) -> None:
+    peers = swarm.start(
+        4,
+        peers=unlike(outer="DiLoCo(lr=0.7, momentum=0.6, nesterov=True)"),
+        strategy={"target_batch_size": 192},
+        model={"optimizer": "adamw", "lr": 0.01},
+        trainer={"max_steps": 5},
+        free={"barrier_batch": 0},
+    )
+    swarm.finish(timeout_s=240)
+    assert_complete(peers, range(1, 6))
+    assert_ledger(peers)
+    expected = replay_outer(peers, 5, lr=0.7, momentum=0.6, nesterov=True)
+    assert distance(expected[5], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
+    common = [peer.parameters("common_5") for peer in peers]
+    assert all((common[0] == one).all() for one in common)
+    assert distance(common[0], expected[5]) < 1e-5
+
+
+def test_each_of_unlike_peers_may_die_and_come_back(swarm: Swarm) -> None:
+    peers = swarm.start(4, peers=unlike(), strategy={"target_batch_size": 96}, trainer=ENDLESS, delay_s=0.02)
+    for number, one in enumerate(unlike()[1:], start=1):
+        peers[0].wait_epoch(max(peers[0].commits) + 3, timeout_s=90)
+        os.kill(int(peers[number].of_rank(1).wait_for("started")["pid"]), signal.SIGKILL)
+        peers[number].wait_exit(code=None)
+        peers[0].wait_epoch(max(peers[0].commits) + 3, timeout_s=90)
+        (again,) = swarm.start(
+            1, together=False, strategy={"target_batch_size": 96}, trainer=ENDLESS, **{**one, "delay_s": 0.02}
+        )
+        assert again.wait_for("StateLoaded", timeout_s=60)
+        again.wait_until(lambda p=again: len(p.commits) > 4, timeout_s=60, what="steps after it came back")
+        assert same_digests([peers[0], again])[1:]
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp wrapped"])
@@ -185,6 +252,57 @@ def same_digests(peers: list[Peer]) -> list[int]:
     for step in told:
         assert peers[0].commits[step].digest == peers[1].commits[step].digest, step
     return told
+
+
+RESUMED = [
+    ("fsdp2", "zero 3 offload"),
+    ("zero 3", "fsdp wrapped"),
+    ("fsdp", "plain"),
+    ("plain", "zero 2"),
+    ("zero 3", "plain"),
+]
+
+
+@pytest.mark.parametrize(("saves", "resumes"), RESUMED)
+def test_what_one_kind_of_peer_saves_another_one_resumes(swarm: Swarm, saves: str, resumes: str) -> None:
+    """As if the run had not been interrupted: parameters, moments, the scheduler. (All samples are in each step.)"""
+    saved, model = str(swarm.folder / "half.ckpt"), {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
+    common: dict[str, Any] = {"together": False, "env": {"PL_GLOBAL_SEED": "7"}, "data_samples": 16}
+
+    def fit(name: str, until: int, **fields: Any) -> Peer:
+        ranks = {"batch_size": 16, "model": model} if name == "plain" else peer_of(name, model=model)
+        target = {"target_batch_size": 16}
+        (peer,) = swarm.start(1, trainer={"max_steps": until}, strategy=target, **common, **ranks, **fields)
+        swarm.finish(peer)
+        return peer
+
+    half = fit(saves, 4, free={"save_to": saved})
+    assert Path(saved).is_file()
+    rest = fit(resumes, 8, ckpt_path=saved)
+    through = fit(saves, 8)
+    assert sorted(rest.commits) == [4, 5, 6, 7, 8]
+    assert rest.commits[4].digest == half.commits[4].digest
+    assert distance(rest.parameters(8), through.parameters(8)) < 1e-5
+    assert [c.lr for c in rest.commits.values()] == [c.lr for e, c in through.commits.items() if e >= 4]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp sharded", "zero 3"])
+def test_it_resumes_what_lightnings_own_strategy_writes_for_it(swarm: Swarm, name: str) -> None:
+    saved, model = str(swarm.folder / "half.ckpt"), {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"}
+    common: dict[str, Any] = {"together": False, "env": {"PL_GLOBAL_SEED": "7"}, **peer_of(name, model=model)}
+    common |= {"strategy": {"target_batch_size": 16, "portable_checkpoints": False}, "data_samples": 16}
+
+    def fit(until: int, **fields: Any) -> Peer:
+        (peer,) = swarm.start(1, trainer={"max_steps": until}, **common, **fields)
+        swarm.finish(peer)
+        return peer
+
+    half = fit(4, free={"save_to": saved})
+    assert Path(saved).is_dir()
+    rest, through = fit(8, ckpt_path=saved), fit(8)
+    assert sorted(rest.commits) == [4, 5, 6, 7, 8]
+    assert rest.commits[4].digest == half.commits[4].digest
+    assert distance(rest.parameters(8), through.parameters(8)) < 1e-5
 
 
 @pytest.mark.parametrize("name", MAIN)

@@ -22,17 +22,19 @@ class FlatShards(Shards):
         ArgumentError: the optimizer has others.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, model: torch.nn.Module) -> None:
+        super().__init__(optimizer, module)
         self._wrapped = [one for one in FullyShardedDataParallel.fsdp_modules(model) if one._handle is not None]
         found = dict(_pieces_of(self._wrapped))
-        missing = [p for p in self.parameters if id(p) not in found]
+        missing = [p for p in self._trained if id(p) not in found]
         if missing:
             raise ArgumentError(
                 f"{len(missing)} of the optimizer's parameters are none of FSDP's (of shape {tuple(missing[0].shape)},"
                 " say). Make the optimizer in configure_optimizers from self.parameters(), and leave"
                 " FSDPStrategy(use_orig_params=...) away."
             )
+        for one in self.parameters:  # what FSDP was told to ignore every rank has
+            found.setdefault(id(one), (one.shape, interval(one.numel(), 0, one.numel())))
         self.shapes = [found[id(p)][0] for p in self.parameters]
         self.dtypes = [p.dtype for p in self.parameters]
         self.pieces = [found[id(p)][1] for p in self.parameters]
@@ -45,12 +47,12 @@ class FlatShards(Shards):
         """The wrapped modules gather them anew before they are used."""
 
     def gradients(self) -> list[Tensor | None]:
-        return [p.grad if piece.numel else None for p, piece in zip(self.parameters, self.pieces, strict=True)]
+        return [p.grad if piece.numel else None for p, piece in zip(self._trained, self.pieces, strict=False)]
 
     def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
         self._reshard()
         room = []
-        for parameter, has, piece in zip(self.parameters, reached, self.pieces, strict=True):
+        for parameter, has, piece in zip(self._trained, reached, self.pieces, strict=False):
             if not has or not piece.numel:
                 parameter.grad = None
             elif parameter.grad is None:
@@ -60,12 +62,12 @@ class FlatShards(Shards):
         return room
 
     def state(self) -> list[dict[str, Any]]:
-        return [dict(self.optimizer.state.get(p, {})) for p in self.parameters]
+        return [dict(self.optimizer.state.get(p, {})) for p in self._trained]
 
     def room_for_state(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         self.optimizer.state.clear()
         room: list[dict[str, Tensor]] = []
-        for parameter, entry, piece in zip(self.parameters, told, self.pieces, strict=True):
+        for parameter, entry, piece in zip(self._trained, told, self.pieces, strict=False):
             mine = {}
             for name, value in entry.items():
                 if isinstance(value, OfPiece):

@@ -28,7 +28,7 @@ class FullySharded(InParts):
     precision_plugin: Any
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
-        return FlatShards(optimizer, self.model)
+        return FlatShards(optimizer, self.lightning_module, self.model)
 
     def setup_environment(self) -> None:
         mesh = self.kwargs.get("device_mesh")

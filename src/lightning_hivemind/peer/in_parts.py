@@ -3,24 +3,92 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.lightning_twins import lightning_module as module_of
+from lightning_hivemind.peer import portable
 from lightning_hivemind.peer.several import SeveralProcesses
+from lightning_hivemind.peer.sharded import Sharded
 from lightning_hivemind.peer.shards import DistributedTensors, Shards
+
+#: of a checkpoint: what is large
+_LARGE = {"state_dict", "optimizer_states"}
 
 
 class InParts(SeveralProcesses):
-    """Lightning's strategies for such models load their checkpoints by themselves."""
+    """Checkpoints are whole, as any peer can resume them; or as Lightning's own strategy has them, which loads these by
+    itself (``portable_checkpoints=False``).
+    """
 
     in_parts = True
+    arguments: Any
+    lightning_module: Any
+    package: str
+    #: of the fit, or of the last one
+    peer_model: Sharded | None
     resume: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self.resume(checkpoint, {})
-        return checkpoint
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if (model := self._portable()) is not None:
+            return portable.state_dict(model)
+        own: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
+        return own
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if (model := self._portable()) is None:
+            own: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc]
+            return own
+        if self.arguments.recreates_optimizer:  # rank 0 has it
+            return dict(optimizer.state_dict()) if model.leads else {}
+        return portable.optimizer_state(model)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._portable() is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+        else:
+            self._plain.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if not path.is_file() or not self._fits or self.peer_model is None:
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
+            self.resume(checkpoint, {})
+            return checkpoint
+        model = self.peer_model
+        given = self._plain.load_checkpoint(self, path, weights_only) if model.leads else None
+        rest: dict[str, Any] = model.say(None if given is None else {k: v for k, v in given.items() if k not in _LARGE})
+        states = model.say(None if given is None else len(given.get("optimizer_states", ())))
+        if states != 1:
+            raise ArgumentError(
+                f"ckpt_path={str(path)!r}: it has {states} optimizer states, and to resume takes one. To begin with its"
+                " weights only, load them into the module before the fit."
+            )
+        strict = bool(self.lightning_module.strict_loading)
+        portable.load_state_dict(model, None if given is None else given["state_dict"], strict=strict)
+        optimizer_state = {} if given is None else given["optimizer_states"][0]
+        if self.arguments.recreates_optimizer:
+            self.resume(rest, optimizer_state)
+        else:
+            portable.load_optimizer_state(model, optimizer_state if model.leads else None)
+            self.resume(rest, {})
+        return rest
+
+    def _portable(self) -> Sharded | None:
+        """What writes whole checkpoints, if any are wanted, and there was a fit."""
+        return self.peer_model if self.arguments.portable_checkpoints else None
+
+    @property
+    def _plain(self) -> Any:
+        """Lightning's strategy for one process."""
+        return module_of(self.package, "strategies").Strategy
+
+    @property
+    def _fits(self) -> bool:
+        return str(getattr(self.lightning_module.trainer.state.fn, "value", "")) == "fit"
 
 
 class ModelParallel(InParts):
@@ -29,4 +97,4 @@ class ModelParallel(InParts):
     model: torch.nn.Module
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
-        return DistributedTensors(optimizer, self.model)
+        return DistributedTensors(optimizer, self.lightning_module, self.model)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
@@ -62,16 +63,19 @@ class Sharded(PeerModel):
         sums_first: bool,
     ) -> None:
         super().__init__(ranks, group, shards.optimizer, tensors, each_steps=each_steps)
-        self._shards, self._sums_first = shards, sums_first
+        self.shards = self._shards = shards
+        self._sums_first = sums_first
         self._pieces = Pieces(ranks, shards.pieces, self._host)
-        self._all = range(len(shards.pieces))
+        self._all = range(shards.count)
         #: at rank 0
         self._whole: list[Tensor] = []
         self._gradients: list[Tensor] = []
         if ranks.leads:
             self._whole = [
                 torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(parameter.requires_grad)
-                for shape, dtype, parameter in zip(shards.shapes, shards.dtypes, shards.parameters, strict=True)
+                for shape, dtype, parameter in zip(
+                    shards.shapes[: shards.count], shards.dtypes, shards.parameters, strict=False
+                )
             ]
             self.optimizer = WholeOptimizer(shards.optimizer, self._whole)
         self.refresh(Changed.PARAMETERS)
@@ -102,7 +106,7 @@ class Sharded(PeerModel):
     def refresh(self, what: Changed) -> None:
         if what & Changed.PARAMETERS:
             whole = [one.detach() for one in self._whole]
-            self._pieces.gather(self._all, self._shards.values(), self._dtypes(self._all), whole)
+            self._pieces.gather(self._all, self._values(), self._dtypes(self._all), whole)
         if what & Changed.OPTIMIZER and self._each_steps:
             self._gather_state()
 
@@ -123,7 +127,7 @@ class Sharded(PeerModel):
 
     def _spread_parameters(self) -> None:
         whole = [one.detach() for one in self._whole]
-        self._pieces.spread(self._all, self._shards.values(), self._dtypes(self._all), whole)
+        self._pieces.spread(self._all, self._values(), self._dtypes(self._all), whole)
         self._shards.written()
 
     def _spread_state(self) -> None:
@@ -140,7 +144,40 @@ class Sharded(PeerModel):
         for group, theirs in zip(self.local.param_groups, settings, strict=True):
             group.update(theirs)
 
+    # ------------------------------------------------------------------ checkpoints: of the module's other ones, too
+
+    @torch.no_grad()
+    def everything(self) -> list[Tensor]:
+        """At rank 0: each parameter in host memory, in the order of :attr:`.Shards.parameters`; else nothing."""
+        shards, which = self._shards, range(len(self._shards.parameters))
+        whole: list[Tensor] = []
+        if self._ranks.leads:
+            made = zip(shards.shapes, shards.dtypes, strict=True)
+            whole = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in made]
+        self._pieces.gather(which, shards.values(), shards.dtypes, whole)
+        return whole
+
+    @torch.no_grad()
+    def take_everything(self, whole: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """The way back; and ``tensors`` that each rank has, as rank 0 has them."""
+        which = range(len(self._shards.parameters))
+        self._pieces.spread(which, self._shards.values(), self._shards.dtypes, whole)
+        self._shards.written()
+        self._broadcast(tensors)
+
+    def say(self, what: Any) -> Any:
+        """Rank 0's, at all ranks."""
+        return self._group.broadcast(what)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self._ranks.leads
+
     # ------------------------------------------------------------------ private
+
+    def _values(self) -> list[Tensor]:
+        return self._shards.values()[: self._shards.count]
 
     def _with_gradient(self, reached: Sequence[bool], given: Sequence[Tensor] | None) -> tuple[list[int], list[Tensor]]:
         """Which have one, and at rank 0 those of ``given``."""
@@ -171,11 +208,11 @@ class Sharded(PeerModel):
         state, pieces = self._shards.state(), self._shards.pieces
         mine = [
             {name: _told(one, piece.shape) for name, one in entry.items()}
-            for entry, piece in zip(state, pieces, strict=True)
+            for entry, piece in zip(state, pieces, strict=False)
         ]
-        everybody: list[list[list[Any]]] = self._ranks.share(
-            "state", [[_plain(one) for one in entry.items()] for entry in mine]
-        )
+        described = [[_plain(one) for one in entry.items()] for entry in mine]
+        everybody: list[list[list[Any]]] = [[] for _ in range(self._ranks.size)]
+        dist.all_gather_object(everybody, described, group=self._host)
         told: list[list[Any]] = [max((one[n] for one in everybody), key=len) for n in self._all]
         entries = [dict(map(_read, one)) for one in told]
         for name, other in (item for entry in entries for item in entry.items() if isinstance(item[1], _Other)):

@@ -25,12 +25,14 @@ class OfPiece:
 
 
 class Shards(ABC):
-    """Of one rank, by parameter in the order of the optimizer's groups.
+    """Of one rank, by parameter in the order of the optimizer's groups; behind them the module's others.
 
     Args:
         optimizer: by which ranks step, over what they have.
+        module: the user's.
 
     Attributes:
+        count: how many parameters are the optimizer's.
         shapes, dtypes: of whole parameters.
         pieces: which this rank has.
     """
@@ -39,9 +41,15 @@ class Shards(ABC):
     dtypes: list[torch.dtype]
     pieces: list[Piece]
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+        self.optimizer, self.module = optimizer, module
         self.parameters = parameters_of(optimizer)
+        self.count, inside = len(self.parameters), {id(p) for p in self.parameters}
+        self.parameters += [p for p in module.parameters() if id(p) not in inside]
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return self.parameters[: self.count]
 
     @property
     def kind(self) -> str:
@@ -55,6 +63,8 @@ class Shards(ABC):
     @abstractmethod
     def written(self) -> None:
         """Other values are in :meth:`values` now."""
+
+    # Only of the optimizer's parameters:
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
@@ -79,8 +89,8 @@ class Shards(ABC):
 class DistributedTensors(Shards):
     """Parameters are DTensors (FSDP2, tensor parallel), or whole ones that every rank has."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, model: torch.nn.Module) -> None:
+        super().__init__(optimizer, module)
         self._sharded = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self.shapes = [p.shape for p in self.parameters]
         self.dtypes = [p.dtype for p in self.parameters]
@@ -95,19 +105,19 @@ class DistributedTensors(Shards):
         """It is all there is of them."""
 
     def gradients(self) -> list[Tensor | None]:
-        return [None if p.grad is None else local(_as(p.grad, p)) for p in self.parameters]
+        return [None if p.grad is None else local(_as(p.grad, p)) for p in self._trained]
 
     def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
-        for parameter, has in zip(self.parameters, reached, strict=True):
+        for parameter, has in zip(self._trained, reached, strict=True):
             if not has:
                 parameter.grad = None
             elif parameter.grad is None or not _alike(parameter.grad, parameter):
                 parameter.grad = _like(parameter, torch.empty_like(local(parameter)))
-        return [local(p.grad) for p in self.parameters if p.grad is not None]
+        return [local(p.grad) for p in self._trained if p.grad is not None]
 
     def state(self) -> list[dict[str, Any]]:
         found = []
-        for parameter in self.parameters:
+        for parameter in self._trained:
             entry = dict(self.optimizer.state.get(parameter, {}))
             found.append({name: local(one) if isinstance(one, Tensor) else one for name, one in entry.items()})
         return found
@@ -115,7 +125,7 @@ class DistributedTensors(Shards):
     def room_for_state(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         self.optimizer.state.clear()
         room: list[dict[str, Tensor]] = []
-        for parameter, entry in zip(self.parameters, told, strict=True):
+        for parameter, entry in zip(self._trained, told, strict=True):
             here, mine = local(parameter), {}
             for name, value in entry.items():
                 if isinstance(value, OfPiece):
@@ -133,10 +143,12 @@ _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 
 def names_of(module: torch.nn.Module) -> dict[int, str]:
     """Of its parameters, by id, as they are without what modules are wrapped into for sharding, or compiled."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        found[id(parameter)] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return found
+    return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """Without what modules are wrapped into."""
+    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class OptimizerView(torch.optim.Optimizer):
 class WholeOptimizer(OptimizerView):
     """Steps with the ranks' own optimizer, whose state it has as it was last gathered (see :meth:`.PeerModel.refresh`).
 
-    In a checkpoint the ranks' own optimizer is: ``state_dict`` is empty, and loads nothing.
+    What is loaded the ranks' optimizer has once it is handed out.
     """
 
     def __init__(self, seen: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -76,7 +76,30 @@ class WholeOptimizer(OptimizerView):
         return self._seen.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        """As torch's."""
+        groups, start = [], 0
+        for group in self.param_groups:
+            end = start + len(group["params"])
+            groups.append({**group, "params": list(range(start, end))})
+            start = end
+        state = {n: self.state[p] for n, p in enumerate(self._parameters) if self.state.get(p)}
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+        """As torch's; one that is empty changes nothing.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        if not state_dict:
+            return
+        groups, theirs = self.param_groups, state_dict["param_groups"]
+        if [len(one["params"]) for one in groups] != [len(one["params"]) for one in theirs]:
+            raise ValueError("loaded state dict has other parameter groups than this optimizer")
+        numbers = [number for group in theirs for number in group["params"]]
+        self.state.clear()
+        for parameter, number in zip(self._parameters, numbers, strict=True):
+            if entry := state_dict["state"].get(number):
+                self.state[parameter] = dict(entry)
+        for group, given in zip(groups, theirs, strict=True):
+            group.update({name: value for name, value in given.items() if name != "params"})

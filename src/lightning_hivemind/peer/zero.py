@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ class ZeroRedundancy(InParts):
     offloads_itself = True
     parallel_devices: list[torch.device] | None
     optimizers: list[Any]
+    zero_stage_3: bool
+    _restore_zero_state: Any
     #: parameters by group, as the user's optimizer has them
     _parameters: list[list[Tensor]]
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
         assert isinstance(optimizer, ZeroOptimizer)
-        return ZeroShards(optimizer)
+        return ZeroShards(optimizer, self.lightning_module)
 
     def setup_environment(self) -> None:
         devices = self.parallel_devices or []
@@ -54,3 +57,13 @@ class ZeroRedundancy(InParts):
                 ' 3) with Trainer(precision="32-true").'
             )
         return engine, ZeroOptimizer(engine, stage(made), groups)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._fits or not Path(self.broadcast(checkpoint_path)).is_file():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint: dict[str, Any] = self._plain.load_checkpoint(self, checkpoint_path, weights_only)
+        if self.zero_stage_3:
+            self._restore_zero_state(checkpoint, strict=self.lightning_module.strict_loading)
+        else:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=self.lightning_module.strict_loading)
+        return checkpoint

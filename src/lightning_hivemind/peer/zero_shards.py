@@ -73,14 +73,17 @@ class ZeroShards(Shards):
 
     optimizer: ZeroOptimizer
 
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: ZeroOptimizer, module: torch.nn.Module) -> None:
+        super().__init__(optimizer, module)
         self._stage = stage = optimizer.stage
-        self._places: list[Place | None] = [stage.place(p) if p.requires_grad else None for p in self.parameters]
+        self._steps = [p.requires_grad for p in self._trained] + [False] * (len(self.parameters) - self.count)
+        self._places: list[Place | None] = [
+            stage.place(p) if steps else None for p, steps in zip(self.parameters, self._steps, strict=True)
+        ]
         self._by_id = {id(p): one for p, one in zip(self.parameters, self._places, strict=True) if one is not None}
         self.shapes = [stage.shape(p) for p in self.parameters]
-        self.dtypes = [torch.float32 if p.requires_grad else p.dtype for p in self.parameters]
-        self.pieces = [self._piece(p, shape) for p, shape in zip(self.parameters, self.shapes, strict=True)]
+        self.dtypes = [torch.float32 if s else p.dtype for p, s in zip(self.parameters, self._steps, strict=True)]
+        self.pieces = [self._piece(number) for number in range(len(self.parameters))]
         self._averaged: list[Tensor] = []
 
     @property
@@ -90,8 +93,8 @@ class ZeroShards(Shards):
     def values(self) -> list[Tensor]:
         flats = self._stage.flats
         return [
-            _at(flats, place) if p.requires_grad else self._stage.frozen(p)[1]
-            for p, place in zip(self.parameters, self._places, strict=True)
+            _at(flats, place) if steps else self._stage.frozen(p)[1]
+            for p, place, steps in zip(self.parameters, self._places, self._steps, strict=True)
         ]
 
     def written(self) -> None:
@@ -100,7 +103,7 @@ class ZeroShards(Shards):
     def gradients(self) -> list[Tensor | None]:
         return [
             None if place is None else self._stage.gradient(p, place)
-            for p, place in zip(self.parameters, self._places, strict=True)
+            for p, place in zip(self._trained, self._places, strict=False)
         ]
 
     def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
@@ -109,12 +112,12 @@ class ZeroShards(Shards):
         for flat in self._averaged:
             flat.zero_()
         self.optimizer.use(lambda: self._stage.put_gradients(self._averaged, self._by_id))
-        return [_at(self._averaged, place) for place, has in zip(self._places, reached, strict=True) if has]
+        return [_at(self._averaged, place) for place, has in zip(self._places, reached, strict=False) if has]
 
     def state(self) -> list[dict[str, Any]]:
         flats, state = self._stage.flats, self.optimizer.state
         found: list[dict[str, Any]] = []
-        for place in self._places:
+        for place in self._places[: self.count]:
             entry = {} if place is None else state.get(flats[place.flat], {})
             found.append({name: _of(one, flats, place) for name, one in entry.items()})
         return found
@@ -123,7 +126,7 @@ class ZeroShards(Shards):
         flats, state = self._stage.flats, self.optimizer.state
         state.clear()
         room: list[dict[str, Tensor]] = []
-        for place, entry in zip(self._places, told, strict=True):
+        for place, entry in zip(self._places, told, strict=False):
             mine: dict[str, Tensor] = {}
             for name, value in entry.items():
                 if not isinstance(value, OfPiece):
@@ -140,16 +143,12 @@ class ZeroShards(Shards):
             room.append(mine)
         return room
 
-    def _piece(self, parameter: Tensor, shape: torch.Size) -> Piece:
-        if not parameter.requires_grad:
-            begin, part = self._stage.frozen(parameter)
-            return interval(shape.numel(), begin, begin + part.numel())
-        place = self._stage.place(parameter)
-        return (
-            interval(shape.numel(), 0, 0)
-            if place is None
-            else interval(shape.numel(), place.begin, place.begin + place.numel)
-        )
+    def _piece(self, number: int) -> Piece:
+        parameter, place, numel = self.parameters[number], self._places[number], self.shapes[number].numel()
+        if self._steps[number]:
+            return interval(numel, 0, 0) if place is None else interval(numel, place.begin, place.begin + place.numel)
+        begin, part = self._stage.frozen(parameter)
+        return interval(numel, begin, begin + part.numel())
 
 
 def _at(flats: Sequence[Tensor], place: Place | None) -> Tensor:

@@ -83,6 +83,11 @@ def _check_parts(arguments: Arguments, strategy: Any) -> None:
     parts = f"the ranks of this peer have the model in parts (local_strategy={arguments.local_strategy!r})"
     if arguments.average_opt_statistics:
         raise ArgumentError(f"average_opt_statistics: {parts}, and only rank 0 could average them. Leave it away.")
+    if not arguments.portable_checkpoints and getattr(strategy, "_state_dict_type", "") == "full":
+        raise ArgumentError(
+            "portable_checkpoints=False with FSDP: what it writes of an optimizer as one file is wrong, and cannot be"
+            ' resumed. Leave it away, or give FSDPStrategy(state_dict_type="sharded").'
+        )
     if strategy.offloads_itself and arguments.recreates_optimizer:
         raise ArgumentError(
             "offload_optimizer (or a delay, which offloads): DeepSpeed steps by its own optimizer. Leave them away, and"

@@ -151,9 +151,9 @@ class TrainingSession:
         )
 
     @property
-    def in_parts(self) -> bool:
-        """Whether ranks have the model, and the state of their optimizer, in parts."""
-        return self._model is not None and self._model.in_parts
+    def model_in_parts(self) -> PeerModel | None:
+        """If ranks have the model, and the state of their optimizer, in parts."""
+        return self._model if self._model is not None and self._model.in_parts else None
 
     def kept(self) -> dict[str, Any]:
         """See :meth:`.Engine.kept`."""
@@ -240,7 +240,7 @@ class TrainingSession:
     def accept_gradients(self) -> bool:
         """Unscale this batch's gradients; False if they hold a value that is not finite."""
         accepted = self._scale is None or self._scale.accept()
-        if self.in_parts:
+        if self.model_in_parts is not None:
             accepted = all(self._ranks.share("finite", accepted))
         if accepted:
             self._dropped_in_a_row.clear()

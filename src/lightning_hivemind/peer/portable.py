@@ -1,0 +1,108 @@
+"""Checkpoints of models in parts as a plain Trainer writes them: whole, in one file, which any kind of peer resumes.
+
+By the pieces, not by what torch or DeepSpeed have for it: what FSDP of version 1 makes of an optimizer is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.peer.sharded import Sharded
+from lightning_hivemind.peer.shards import plain_name
+
+_SHOWN = 5
+
+
+def state_dict(model: Sharded) -> dict[str, Any]:
+    """Of the user's module; a collective, of which rank 0 has the result."""
+    whole = model.everything()
+    if not model.leads:
+        return {}
+    module, by_id = model.shards.module, dict(zip(map(id, model.shards.parameters), whole, strict=True))
+    found: dict[str, Any] = {
+        plain_name(name): by_id[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
+    }
+    found |= {name: one.detach().cpu() for name, one in _buffers(module)}
+    for name, one in module.named_modules():
+        if type(one).get_extra_state is not torch.nn.Module.get_extra_state:
+            found[plain_name(f"{name}._extra_state")] = one.get_extra_state()
+    return found
+
+
+def load_state_dict(model: Sharded, given: Mapping[str, Any] | None, *, strict: bool) -> None:
+    """What rank 0 was given, into all ranks' parts; a collective.
+
+    Raises:
+        ArgumentError: it is of another module. Nothing was changed.
+    """
+    module, shards = model.shards.module, model.shards
+    names = [(plain_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+    buffers = dict(_buffers(module))
+    problem, whole = "", list[Tensor]()
+    if given is not None:
+        problem = _misfit(given, names, buffers, shards.shapes, shards.parameters, strict=strict)
+    if problem := model.say(problem):
+        raise ArgumentError(f"ckpt_path: {problem}. Give a checkpoint of the same model; nothing was changed.")
+    now = [] if strict else model.everything()  # what it lacks stays
+    if given is not None:
+        by_id = {id(p): given[name] for name, p in names if name in given}
+        for number, p in enumerate(shards.parameters):
+            whole.append(by_id[id(p)].to("cpu", shards.dtypes[number]).contiguous() if id(p) in by_id else now[number])
+        for name, one in buffers.items():
+            if name in given:
+                one.copy_(given[name])
+        for name, part in module.named_modules():
+            if (key := plain_name(f"{name}._extra_state")) in given:
+                part.set_extra_state(given[key])
+    model.take_everything(whole, list(buffers.values()))
+
+
+def optimizer_state(model: Sharded) -> dict[str, Any]:
+    """Of the ranks' optimizer, as torch's is; a collective, of which rank 0 has the result."""
+    model.refresh(Changed.OPTIMIZER)
+    return model.optimizer.state_dict() if model.leads else {}
+
+
+def load_optimizer_state(model: Sharded, given: Mapping[str, Any] | None) -> None:
+    """What rank 0 was given; a collective."""
+    if given is not None:
+        model.optimizer.load_state_dict(dict(given))
+    model.values(Changed.OPTIMIZER)
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that a checkpoint has."""
+    for prefix, part in module.named_modules():
+        for name, one in part._buffers.items():
+            if one is not None and name not in part._non_persistent_buffers_set:
+                whole = one.full_tensor() if isinstance(one, DTensor) else one
+                yield plain_name(f"{prefix}.{name}"), whole
+
+
+def _misfit(
+    given: Mapping[str, Any],
+    names: Sequence[tuple[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+    shapes: list[torch.Size],
+    parameters: list[Tensor],
+    *,
+    strict: bool,
+) -> str:
+    """What is wrong with it; empty if nothing is."""
+    shape_of = dict(zip(map(id, parameters), shapes, strict=True))
+    wanted = {name: shape_of[id(p)] for name, p in names} | {name: one.shape for name, one in buffers.items()}
+    for name, shape in wanted.items():
+        if name in given and given[name].shape != shape:
+            return f"{name} has the shape {tuple(given[name].shape)} there, and here {tuple(shape)}"
+    extra = [name for name in given if name not in wanted and not name.endswith("_extra_state")]
+    missing = [name for name in wanted if name not in given]
+    if strict and (missing or extra):
+        return f"it lacks {missing[:_SHOWN]}, and has besides {extra[:_SHOWN]}"
+    return ""
