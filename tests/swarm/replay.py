@@ -75,8 +75,13 @@ class Worker:
             self._optimizer.zero_grad()
             mse_loss(self.net(batch["x"]), batch["y"]).backward()
             self._optimizer.step()
-        self.follow(step - 1, base)
-        self._given[step] = flat(self.net) - base[step - 1]
+        if commit.indices:
+            self.follow(step - 1, base)
+            self._given[step] = flat(self.net) - base[step - 1]
+        else:  # perhaps it is still at a batch of parameters of long ago
+            later = (epoch for number, one in self.peer.commits.items() if number > step for epoch in one.of)
+            self._given[step] = np.zeros_like(base[0])
+            self.follow(min(step - 1, next(later, step - 1)), base)
         return self._given[step], len(commit.indices)
 
     def follow(self, epoch: int, base: dict[int, np.ndarray]) -> None:
