@@ -348,7 +348,6 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         session = TrainingSession(self.arguments, self, trainer, self.events)
         session.check()
         self._session = session
-        self.peer_model = None
         session.start(self._started_network)
         self.peer_model = session.model_in_parts
         if self._network is not None and not self.arguments.client_mode:

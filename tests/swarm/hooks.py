@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import enable_wrap
 
 
 class OnCpus(DDPStrategy):
@@ -25,9 +28,17 @@ class FsdpOnCpus(FSDPStrategy):
     """Lightning's own, where Lightning and torch want a GPU: what a peer of it is compared with."""
 
     def _setup_model(self, model: Any) -> Any:
-        device = torch.device("cpu")
-        kwargs, self.kwargs = self.kwargs, {}
-        return FullyShardedDataParallel(model, sharding_strategy=self.sharding_strategy, device_id=device, **kwargs)
+        if not any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
+            kwargs, self.kwargs = self.kwargs, {}
+            model = FullyShardedDataParallel(
+                model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **kwargs
+            )
+        return super()._setup_model(model)
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=torch.device("cpu"), **self.kwargs):
+            yield
 
 
 class ZeroOnCpus(DeepSpeedStrategy):

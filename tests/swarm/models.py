@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import wrap
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
@@ -129,18 +130,16 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
     Options: ``width``, ``norm``, ``seed``, ``dtype``, ``frozen``, ``unreached`` (the network); ``optimizer``, ``lr``,
     ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of
     batches), ``scale_loss``, ``log_gradient_norm``; ``monitor_values`` (what validation logs, by global step);
-    ``own_zero_grad``; ``parts`` (``"fsdp2"``, ``"tensor"``, ``"fsdp2 tensor"``: how the network is spread over ranks).
+    ``own_zero_grad``; ``parts`` (how the network is spread over ranks: ``"fsdp2"``, ``"tensor"``, ``"fsdp2 tensor"``;
+    or ``"wrap"``: by FSDP, by hand); ``late``: made in ``configure_model``.
     """
 
     class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.options = options
-            keys = ("width", "norm", "seed")
-            self.net = make_net(**{k: options[k] for k in keys if k in options})
-            if "dtype" in options:
-                self.net.to(getattr(torch, options["dtype"]))
-            self.net[0].requires_grad_(not options.get("frozen", False))
+            if not options.get("late"):
+                self.make()
             if options.get("unreached"):  # by any loss
                 self.unreached = nn.Linear(3, 3)
                 nn.init.constant_(self.unreached.weight, 1.0)
@@ -149,8 +148,20 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             self.automatic_optimization = not options.get("manual", False)
             self.before_batch: Any = lambda batch: None
 
+        def make(self) -> None:
+            keys = ("width", "norm", "seed")
+            self.net = make_net(**{k: options[k] for k in keys if k in options})
+            if "dtype" in options:
+                self.net.to(getattr(torch, options["dtype"]))
+            self.net[0].requires_grad_(not options.get("frozen", False))
+
         def configure_model(self) -> None:
-            if "parts" in options:
+            if options.get("late") and not hasattr(self, "net"):
+                self.make()
+            if options.get("parts") == "wrap":
+                for name, layer in self.net.named_children():
+                    self.net.set_submodule(name, wrap(layer))
+            elif "parts" in options:
                 spread(self.net, self.device_mesh, options["parts"])
 
         def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -60,22 +61,42 @@ KINDS = {
     "zero 2 offload": kind(*zero(2, offload_optimizer={"device": "cpu"})),
     "zero 3 offload": kind(*zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})),
 }
-MAIN = ["fsdp2", "fsdp wrapped", "zero 2 offload", "zero 3", "zero 3 offload"]
+#: options of theirs, alone only
+MORE = {
+    "fsdp wrapped by hand": kind("'fsdp'", "FsdpOnCpus()", parts="wrap"),
+    "fsdp with checkpoints of activations": kind(
+        f"pl.strategies.FSDPStrategy({WRAP}, activation_checkpointing_policy={{torch.nn.Linear}})",
+        f"FsdpOnCpus({WRAP}, activation_checkpointing_policy={{torch.nn.Linear}})",
+    ),
+    "zero 2 with buckets": kind(
+        "pl.strategies.DeepSpeedStrategy(stage=2, allgather_bucket_size=100, reduce_bucket_size=100)",
+        "ZeroOnCpus(stage=2, allgather_bucket_size=100, reduce_bucket_size=100)",
+    ),
+    "zero 3 with checkpoints of activations": kind(
+        "pl.strategies.DeepSpeedStrategy(stage=3, partition_activations=True, cpu_checkpointing=True)",
+        "ZeroOnCpus(stage=3, partition_activations=True, cpu_checkpointing=True)",
+    ),
+    "deepspeed by a file": kind("'deepspeed'", "ZeroOnCpus()"),
+}
+MAIN = ["fsdp2", "fsdp wrapped", "zero 3 offload"]
 
 
 def peer_of(name: str, **fields: Any) -> dict[str, Any]:
     """What makes a peer of that kind, for ``Swarm.start``."""
-    one = KINDS[name]
+    one = {**KINDS, **MORE}[name]
     model = {**({"parts": one["parts"]} if one["parts"] else {}), **fields.pop("model", {})}
     code = {"local_strategy": one["code"], **fields.pop("strategy_code", {})}
     return {"ranks": one["ranks"], "model": model, "strategy_code": code, **fields}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *MORE])
 def test_alone_in_a_swarm_it_is_lightnings_own_strategy_bit_for_bit(swarm: Swarm, name: str) -> None:
-    one, target = KINDS[name], 8 * KINDS[name]["data"]
+    one = {**KINDS, **MORE}[name]
+    target, config = 8 * one["data"], swarm.folder / "deepspeed.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}))
     common: dict[str, Any] = {
-        "env": {"PL_GLOBAL_SEED": "7"},  # as seed_everything(7) does: else each peer has an order of its own
+        # as seed_everything(7) does: else each peer has an order of its own
+        "env": {"PL_GLOBAL_SEED": "7", **({"PL_DEEPSPEED_CONFIG_PATH": str(config)} if "file" in name else {})},
         "trainer": {"max_steps": STEPS},
     }
     made = peer_of(name, model={"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential"})
@@ -303,6 +324,19 @@ def test_it_resumes_what_lightnings_own_strategy_writes_for_it(swarm: Swarm, nam
     assert sorted(rest.commits) == [4, 5, 6, 7, 8]
     assert rest.commits[4].digest == half.commits[4].digest
     assert distance(rest.parameters(8), through.parameters(8)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp wrapped", "zero 3"])
+def test_a_model_that_is_made_in_configure_model_is_sharded_there(swarm: Swarm, name: str) -> None:
+    """Layer by layer as each is made (DeepSpeed), or at once."""
+    peers = swarm.start(
+        2,
+        peers=[peer_of(name, model={"late": True}), {"delay_s": 0.01}],
+        model={"optimizer": "adamw", "lr": 0.01},
+        trainer={"max_steps": 10},
+    )
+    swarm.finish(timeout_s=90)
+    assert_one_process(peers, 10)
 
 
 @pytest.mark.parametrize("name", MAIN)

@@ -23,9 +23,7 @@ def wholes(model: Any) -> list[tuple[str, Tensor]]:
     wrapped = _wrapped(model)
     if isinstance(wrapped, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
-            return [
-                (name.replace("_fsdp_wrapped_module.", ""), p.detach().clone()) for name, p in model.named_parameters()
-            ]
+            return [(plain(name), p.detach().clone()) for name, p in model.named_parameters()]
     parameters = list(model.parameters())
     if any(hasattr(p, "ds_id") for p in parameters):
         import deepspeed
@@ -39,6 +37,11 @@ def wholes(model: Any) -> list[tuple[str, Tensor]]:
         (name, p.full_tensor() if isinstance(p, DTensor) else p)  # type: ignore[no-untyped-call]
         for name, p in model.named_parameters()
     ]
+
+
+def plain(name: str) -> str:
+    """Without what its modules are wrapped into."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _wrapped(model: Any) -> Any:

@@ -26,6 +26,7 @@ class ZeroRedundancy(InParts):
 
     offloads_itself = True
     parallel_devices: list[torch.device] | None
+    config: dict[str, Any]
     optimizers: list[Any]
     zero_stage_3: bool
     _restore_zero_state: Any
@@ -47,6 +48,13 @@ class ZeroRedundancy(InParts):
         theirs.__base__.setup_environment(self)  # its own refuses what is no GPU
 
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        zero = self.config.get("zero_optimization", {})
+        for name in ("offload_optimizer", "offload_param"):
+            if str(zero.get(name, {}).get("device", "")) == "nvme":
+                raise ArgumentError(
+                    f"DeepSpeed with {name} on NVMe: a swarm does not have that yet, and where it was tried, on CPUs,"
+                    ' deepspeed 0.19.8 trained wrong by an optimizer on NVMe. Use device "cpu".'
+                )
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         engine, made = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)  # type: ignore[misc]

@@ -70,11 +70,10 @@ def test_a_subclass_of_ours_may_give_it_too() -> None:
     ("local_strategy", "says"),
     [
         ("dpp", "there is no such strategy. Give one of ddp,"),
-        ("deepspeed", "cannot be such a one. Use DDPStrategy,"),
         ("ddp_spawn", "spawned ranks"),
         (DDPStrategy(start_method="spawn"), "spawned ranks"),
-        (SingleDeviceStrategy("cpu"), "cannot be such a one. Use DDPStrategy,"),
-        ("hivemind", "cannot be such a one. Use DDPStrategy,"),
+        (SingleDeviceStrategy("cpu"), "cannot be such a one. Use DeepSpeedStrategy,"),
+        ("hivemind", "cannot be such a one. Use DeepSpeedStrategy,"),
         (DDPStrategy, "is no strategy"),
         (object(), "is no strategy"),
         (2, "an int is no strategy"),

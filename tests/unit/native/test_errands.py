@@ -1,0 +1,54 @@
+"""What other threads want done in the training thread."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_hivemind.engine.native.errands import Errands
+
+SOON_S = 20.0
+
+
+def waits(errands: Errands) -> None:
+    """Until somebody has asked."""
+    while not errands._waiting:
+        threading.Event().wait(0.005)
+
+
+def test_it_is_done_in_the_thread_that_runs_them_and_answered() -> None:
+    errands = Errands()
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(errands.ask, threading.get_ident, SOON_S)
+        waits(errands)
+        errands.run()
+        assert answer.result(SOON_S) == threading.get_ident()
+
+
+def test_what_is_raised_is_raised_where_it_was_asked_for() -> None:
+    errands = Errands()
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(errands.ask, lambda: 1 // 0, SOON_S)
+        waits(errands)
+        errands.run()
+        with pytest.raises(ZeroDivisionError):
+            answer.result(SOON_S)
+
+
+def test_who_has_waited_long_enough_gets_nothing_and_nothing_is_done_for_it_later() -> None:
+    errands, done = Errands(), list[int]()
+    assert errands.ask(lambda: done.append(1), 0.01) is None
+    errands.run()
+    assert not done
+
+
+def test_once_closed_nobody_waits() -> None:
+    errands = Errands()
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(errands.ask, threading.get_ident, SOON_S)
+        waits(errands)
+        errands.close()
+        assert answer.result(SOON_S) is None
+    assert errands.ask(threading.get_ident, SOON_S) is None
