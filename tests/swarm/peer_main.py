@@ -252,6 +252,17 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
     return trainer, model
 
 
+def record_gathers(strategy: Any, recorder: Recorder) -> None:
+    """Record each time parameters in parts are put together for the engine: ``gathered``."""
+    refresh = strategy.peer_model.refresh
+
+    def recorded(what: Any) -> None:
+        recorder.write("gathered", what=int(what))
+        refresh(what)
+
+    strategy.peer_model.refresh = recorded
+
+
 def measure_leaving(strategy: Any, recorder: Recorder) -> None:
     """Record how long the strategy's teardown takes: ``left``."""
     teardown = strategy.teardown
@@ -343,6 +354,8 @@ class BeforeBatch:
         if number == 0 and "record_settings" in spec.free:
             read = settings_in_hivemind if spec.engine == "hivemind" else settings_in_the_native_engine
             self._recorder.write("settings", **read(self._strategy))
+        if number == 0 and "count_gathers" in spec.free:
+            record_gathers(self._strategy, self._recorder)
         if number == 1 and "move_parameters" in spec.free:
             with torch.no_grad():
                 for parameter in self._trainer.lightning_module.parameters():

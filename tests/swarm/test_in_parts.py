@@ -235,6 +235,21 @@ def test_outer_steps_are_those_of_workers_one_after_another(swarm: Swarm, name: 
     assert distance(common[0], expected[5]) < 1e-5
 
 
+def test_parameters_go_to_rank_0_once_a_round_and_not_at_each_of_its_own_steps(swarm: Swarm) -> None:
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"target_batch_size": 160},
+        trainer={"max_steps": 5},
+        free={"count_gathers": True},
+        **peer_of("fsdp2", strategy_code={"outer": "DiLoCo()"}),
+    )
+    swarm.finish()
+    steps = [event["batch_samples"] for event in peer.said("BatchAccumulated")]
+    assert len(steps) >= 50
+    assert 5 <= len(peer.said("gathered")) <= 12
+
+
 @pytest.mark.parametrize("name", MAIN)
 @pytest.mark.parametrize("joins", [True, False])
 def test_who_joins_has_the_whole_state(swarm: Swarm, name: str, joins: bool) -> None:

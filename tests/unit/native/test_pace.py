@@ -229,3 +229,21 @@ def test_a_swarm_that_makes_no_step_any_more_needs_everybody() -> None:
     assert not one.stands_still(now + 19.0)
     assert one.stands_still(now + 21.0)
     assert Pace(TARGET, longest_s=LONGEST_S).stands_still(0.0)
+
+
+def test_parts_that_are_to_be_gathered_are_waited_for_and_asked_for() -> None:
+    stale = [True]
+    one, now = Pace(TARGET, longest_s=LONGEST_S, is_stale=lambda: stale[0]), 1000.0
+    assert now < one.join_at(now) <= now + LONGEST_S
+    assert one.wanted
+    stale[0] = False
+    assert one.join_at(now) == now
+
+
+def test_in_the_midst_of_a_batch_they_are_asked_for_at_its_end() -> None:
+    """Who is not waited for otherwise is not for that."""
+    one, now = Pace(TARGET, longest_s=LONGEST_S, is_stale=lambda: True), 1000.0
+    one.join()
+    one.begin_batch(now)
+    assert one.join_at(now) == now
+    assert one.wanted

@@ -10,9 +10,11 @@ from functools import partial
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.native.agreement import Agreement
 from lightning_hivemind.engine.native.errands import Errands
 from lightning_hivemind.engine.native.parts import Parts
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from lightning_hivemind.engine.native.reports import Reports
 from lightning_hivemind.engine.native.state.moment import PATIENCE_S, await_step
 from lightning_hivemind.engine.native.state.relay import Relay
 from lightning_hivemind.engine.native.state.snapshot import Description, MisfitError, Snapshot
@@ -286,6 +288,18 @@ class CatchingUp:
         """That live, whether or not they can be reached from here."""
         status = self._parts.driver.status
         return {*status.living, *status.cut} - set(self._records.auxiliaries)
+
+    def agree(self, head: Head, agreement: Agreement, reports: Reports) -> Head:
+        """If this peer's parameters are not what the others have: take theirs. Returns where it stands then."""
+        found = agreement.difference()
+        if found is None:
+            return head
+        reports.differed(found)
+        self._parts.handover.owe()
+        began = time.monotonic()
+        head = self.run(head, found.peers)
+        agreement.took(time.monotonic() - began)
+        return head
 
     def give(self, known: Snapshot | None, running: Callable[[], bool]) -> Snapshot | None:
         """For a peer that joins; in the donor's thread, while this peer is ``running``."""

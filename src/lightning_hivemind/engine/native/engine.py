@@ -71,6 +71,7 @@ class NativeEngine:
             local_step=self._stepper.step_alone if local else None,
             low_rank=low_rank,
             memory=self._memory,
+            is_stale=lambda: self._stepper.stale,
         )
         device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
         every = arguments.average_state_every
@@ -175,6 +176,7 @@ class NativeEngine:
         self._stepper.back()
         limit_s = self._limit_s if wait else 0.0
         self._gradients.end_batch()
+        self._gather(due=False)
         while not handover.begin_batch(self._head, limit_s) and not self._training.should_abort():
             committed |= self._between_batches(wait=wait)
             if self._stopped:
@@ -186,6 +188,7 @@ class NativeEngine:
         handover = self._running().handover
         self._reports.peers(self.num_peers)
         lost = self._gradients.add(batch_samples, self.epoch, gradient_scale) if batch_samples else 0
+        self._gather(due=self._running().driver.status.swarm_samples + batch_samples >= self._a.target_batch_size)
         handover.end_batch()  # a round that has waited for this batch may have it
         if batch_samples:
             self._reports.batch(self.epoch, batch_samples, local=self.local_samples, swarm=self.swarm_samples)
@@ -194,7 +197,7 @@ class NativeEngine:
         self._note_parameters()
         assert self._catching_up is not None
         self._head = self._catching_up.stay(self._head)
-        self._agree()
+        self._head = self._catching_up.agree(self._head, self._agreement, self._reports)
         committed = self._between_batches(wait=not overlaps(self._a), lost=lost)
         return StepOutcome(epoch=self.epoch, committed=committed)
 
@@ -235,6 +238,7 @@ class NativeEngine:
             self._report_handed(handover)
             if handover.owes and not self._owes_nothing(handover) and not self._stopped:
                 continue
+            self._gather(due=wait and (parts.driver.status.due or hold_until > time.monotonic()))
             with handover.changed:
                 if not wait or self._stopped or handover.ready(self._head):
                     if handover.ready(self._head) and not self._stopped:
@@ -287,23 +291,19 @@ class NativeEngine:
             changed.notify_all()  # who waits for a state of it
         self._reports.step(step)
 
+    def _gather(self, *, due: bool) -> None:
+        """Where ranks have parameters in parts, which their own steps change: for a round that calls, or is ``due``."""
+        pace = self._running().handover.pace
+        if self._stepper.stale and (due or pace.wanted):
+            self._stepper.refresh(Changed.PARAMETERS)
+            pace.wanted = False
+            self._running().driver.contributed()  # which joins that round now
+
     def _note_parameters(self) -> None:
         stepper, agreement = self._stepper, self._agreement
         if not stepper.busy and agreement.due(stepper.head):
             stepper.refresh(Changed.PARAMETERS)
             agreement.note(stepper.head, stepper.common)
-
-    def _agree(self) -> None:
-        """If this peer's parameters are not what the others have: take theirs."""
-        assert self._catching_up is not None
-        found = self._agreement.difference()
-        if found is None:
-            return
-        self._reports.differed(found)
-        self._running().handover.owe()
-        began = time.monotonic()
-        self._head = self._catching_up.run(self._head, found.peers)
-        self._agreement.took(time.monotonic() - began)
 
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:
         """For a peer that joins; called from the donor's thread."""

@@ -36,6 +36,7 @@ class Gradients:
         in_place: sum in ``param.grad`` itself (``reuse_grad_buffers``).
         local_step: use every batch's gradient at once, by this (``use_local_updates``): what is given is how
             ``statistics`` have changed, and that never gets too old.
+        is_stale: whether ``local_step`` has changed what is not gathered yet: then nothing is given.
         low_rank: what is given and averaged are factors of the flat vector.
 
     Attributes:
@@ -56,12 +57,12 @@ class Gradients:
         local_step: Callable[[], None] | None = None,
         low_rank: LowRank | None = None,
         memory: Memory | None = None,
+        is_stale: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._memory = memory or Memory()
-        self._me, self._max_staleness, self._statistics = me, max_staleness, statistics
+        self._me, self._memory, self.is_stale = me, memory or Memory(), is_stale
+        self._max_staleness, self._statistics = max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
-        self._lock = threading.RLock()
-        self._local = local_step is not None
+        self._lock, self._local = threading.RLock(), local_step is not None
         sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
         self.marks, self._low_rank = len(self.parameters), low_rank
         self.whole = sum(sizes) + self.marks
@@ -73,18 +74,17 @@ class Gradients:
         self.sizes = sizes if low_rank is None else low_rank.sizes[:-1]
         self.elements, self.moments = sum(self.sizes) + self.marks, statistics.moments
         self.of_gradients = len(self.sizes) - len(statistics.tensors)
-        #: what a round has now, what is being handed to another peer, and what came back from either
+        #: what a round has now, what is handed to another peer, what came back from either
         self._given: Made | None = None
         self._handed: Made | None = None
         self._back: Mean | None = None
-        self._void = False  # this peer has gone, since, where what it hands over cannot come back to
-        self._computing = self._batch_is_void = False  # a batch; and its parameters are of another lineage
+        #: has this peer gone, since, where what it hands over cannot come back to; a batch; is that of another lineage
+        self._void = self._computing = self._batch_is_void = False
         self._carried = Carried(self.marks)
-        self._number = time.time_ns() // 1000  # grows over restarts, too
+        self._number, self._head_epoch = time.time_ns() // 1000, 0  # grows over restarts, too
         self._left_out = LeftOut(self._memory, self.parameters if low_rank is None else ())
         #: parameters of which there ever was a gradient here: what a low rank left out of it comes later
         self._ever = host_zeros(self.marks)
-        self._head_epoch = 0
 
     # ------------------------------------------------------------------ the training thread
 
@@ -326,7 +326,7 @@ class Gradients:
 
     def _collect(self) -> tuple[Made, Tensor] | None:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
-        if self._local and self._statistics.epoch != self._head_epoch:
+        if self._local and (self._statistics.epoch != self._head_epoch or self.is_stale()):
             return None  # the step to there is still to be made here: it may have these changes already
         own, self._number = self._take_all(), self._number + 1
         self._back, carried = own, self._carried.take()

@@ -9,6 +9,7 @@ and what it computes counts for the next. Nor is the first batch of who has join
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 #: weight of the newest value in the means
 SMOOTHING = 0.3
@@ -24,6 +25,8 @@ MARGIN = 0.2
 STANDSTILL = 5
 #: a batch is waited for until it has taken so many times as long as usual, and at least so many seconds
 OVERTIME, LEAST_S = 3.0, 2.5
+#: parts of who computes nothing are waited for so long
+GATHER_S = 5.0
 
 
 class Pace:
@@ -32,10 +35,15 @@ class Pace:
     Args:
         target: samples of a step.
         longest_s: that anybody is waited for.
+        is_stale: whether what ranks of this peer have in parts is to be gathered before it can be given.
+
+    Attributes:
+        wanted: a round has called, and it is.
     """
 
-    def __init__(self, target: int, *, longest_s: float) -> None:
-        self._target, self._longest_s = target, longest_s
+    def __init__(self, target: int, *, longest_s: float, is_stale: Callable[[], bool] = lambda: False) -> None:
+        self._target, self._longest_s, self._is_stale = target, longest_s, is_stale
+        self.wanted = False
         self._batch_began: float | None = None
         self._batch_s: float | None = None
         self._batches: deque[float] = deque(maxlen=REMEMBERED)
@@ -97,6 +105,10 @@ class Pace:
     def join_at(self, now: float) -> float:
         """Until when a round that calls now should wait for the batch that is being computed here."""
         began, batch_s = self._batch_began, self._batch_s
+        if self._is_stale():
+            self.wanted = True  # at the end of this batch, or at once
+            if began is None:
+                return now + min(GATHER_S, self._longest_s)
         if began is None or self.starts:
             return now
         if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):

@@ -137,7 +137,8 @@ def build(
     memory.kept_bytes = int(kept * 4 * max(gradients.elements, gradients.whole))
     me, reduces = network.peer_id, not arguments.client_mode
     settings = limits(arguments, run, layout)
-    pace = Pace(arguments.target_batch_size, longest_s=longest_wait_s(arguments))
+    longest_s = longest_wait_s(arguments)
+    pace = Pace(arguments.target_batch_size, longest_s=longest_s, is_stale=gradients.is_stale)
     gives = not arguments.auxiliary
     handover = Handover(me, gradients, pace, reduces=reduces, gives=gives, last_step=last_step)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)

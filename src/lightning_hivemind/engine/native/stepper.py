@@ -55,6 +55,7 @@ class Stepper:
         statistics: averaged with the gradients, behind them in the flat vector.
         lock: held while any of it changes, and while it is copied.
         trail: to the head whose state the optimizer has.
+        stale: steps of this peer's own have changed parameters since :meth:`refresh`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Stepper:
         training.changed(self._moments_changed)  # made before the first step
         #: where the optimizer's parameters and state are parts at the ranks of this peer
         self._gather = training.refresh if self.optimizer is training.optimizer else None
-        self._fresh = self._gather is None
+        self._fresh, self.stale = self._gather is None, False
         #: a print of what is given out of the module, while something else may be put there
         self._print: str | None = None
         #: what is part of a state besides, and travels with it
@@ -140,7 +141,7 @@ class Stepper:
         with self._a_step():
             self.optimizer.step()
             self._moments.keep()
-        self.refresh(Changed.PARAMETERS)
+            self.stale = self._gather is not None
 
     def refresh(self, what: Changed) -> None:
         """Where ranks have the model in parts: the optimizer's parameters, or its state, too, are what these have."""
@@ -148,6 +149,7 @@ class Stepper:
             with self._changes():
                 self._gather(what)
                 self._fresh |= what == _STEPS_CHANGE
+                self.stale = False
 
     def step(
         self,
@@ -166,6 +168,8 @@ class Stepper:
         :attr:`.LowRank.carried` after it. ``mine``: of this peer's samples, how many are in it.
         """
         if self._local:
+            if self.stale:
+                self.refresh(Changed.PARAMETERS)
             with self._changes():
                 self.statistics.step(average, head.epoch, counted)
                 self._training.advance_schedulers(head.epoch)
@@ -209,7 +213,7 @@ class Stepper:
         with self._changes():
             if self._training.refresh is not None:
                 self._training.refresh(_STEPS_CHANGE)
-                self._fresh = True
+                self._fresh, self.stale = True, False
             self._rebase()
             if self._outer is not None:
                 self._outer.load(self._loaded, self.statistics.base)
@@ -339,7 +343,7 @@ class Stepper:
         with self._changes():
             rates = rates_of(self.optimizer)
             install(description, memory, self.optimizer, self._shared, self.statistics.own)
-            self._fresh = True
+            self._fresh, self.stale = True, False
             self._states += 1
             self._moments.keep()
             theirs = rates_of(self.optimizer)
