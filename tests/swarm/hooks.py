@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,7 @@ class ZeroOnCpus(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False  # which compiles
         self.parallel_devices = [torch.device("cpu", number) for number in range(len(self.parallel_devices or []))]
         DDPStrategy.setup_environment(self)
 

@@ -8,10 +8,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
+from lightning_hivemind.cli import main
 from swarm.checks import assert_complete, assert_ledger, assert_one_process
 from swarm.harness import Peer, Swarm
+from swarm.models import make_model
 from swarm.replay import distance, replay, replay_outer
 from swarm.spec import ENDLESS
 
@@ -339,6 +343,12 @@ def test_it_resumes_what_lightnings_own_strategy_writes_for_it(swarm: Swarm, nam
     assert sorted(rest.commits) == [4, 5, 6, 7, 8]
     assert rest.commits[4].digest == half.commits[4].digest
     assert distance(rest.parameters(8), through.parameters(8)) < 1e-5
+    whole = swarm.folder / "whole.ckpt"
+    assert main(["collate", saved, str(whole)]) == 0
+    weights = torch.load(whole, weights_only=False)["state_dict"]
+    names = [name for name, _ in make_model(pl, **model).named_parameters()]
+    assert (torch.cat([weights[name].double().flatten() for name in names]).numpy() == half.parameters(4)).all()
+    assert main(["collate", saved, str(whole)]) == 2, "what is there is not overwritten"
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp wrapped", "zero 3"])
@@ -370,8 +380,6 @@ def test_one_that_is_bad_at_one_rank_is_left_out_by_all(swarm: Swarm, name: str)
 
 @pytest.mark.parametrize("name", MAIN)
 def test_the_norm_of_the_averaged_gradient_is_clipped_as_of_one_process(swarm: Swarm, name: str) -> None:
-    import torch
-
     peers = swarm.start(
         2,
         peers=[peer_of(name), {"delay_s": 0.01}],

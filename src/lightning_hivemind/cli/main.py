@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_hivemind._version import __version__
-from lightning_hivemind.cli import simulate
+from lightning_hivemind.cli import collate, simulate
 from lightning_hivemind.errors import ArgumentError
 
 WRONG_ARGUMENTS, INTERRUPTED = 2, 130
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     simulate.add_to(commands)
+    collate.add_to(commands)
     given = parser.parse_args(arguments)
     try:
         status: int = given.run(given)

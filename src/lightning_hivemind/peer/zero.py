@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class ZeroRedundancy(InParts):
             super().setup_environment()  # type: ignore[misc]
             return
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # it would compile an all-reduce of its own, and wait for good where somebody was killed while he did
+        importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
         self.parallel_devices = [torch.device("cpu", number) for number in range(len(devices))]
         theirs: Any = next(cls for cls in type(self).__mro__ if cls.__name__ == "DeepSpeedStrategy")
         theirs.__base__.setup_environment(self)  # its own refuses what is no GPU
