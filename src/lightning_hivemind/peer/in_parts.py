@@ -52,14 +52,14 @@ class InParts(SeveralProcesses):
         else:
             self._plain.save_checkpoint(self, checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_file() or not self._fits or self.peer_model is None:
-            checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, *weights_only, **more)  # type: ignore[misc]
             self.resume(checkpoint, {})
             return checkpoint
         model = self.peer_model
-        given = self._plain.load_checkpoint(self, path, weights_only) if model.leads else None
+        given = self._plain.load_checkpoint(self, path, *weights_only, **more) if model.leads else None
         rest: dict[str, Any] = model.say(None if given is None else {k: v for k, v in given.items() if k not in _LARGE})
         states = model.say(None if given is None else len(given.get("optimizer_states", ())))
         if states != 1:

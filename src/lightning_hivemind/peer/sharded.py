@@ -30,8 +30,8 @@ class _Single:
     def of(cls, tensor: Tensor) -> _Single:
         return cls(str(tensor.dtype).removeprefix("torch."), tensor.item())
 
-    def tensor(self) -> Tensor:
-        return torch.tensor(self.value, dtype=getattr(torch, self.dtype), device="cpu")
+    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        return torch.tensor(self.value, dtype=getattr(torch, self.dtype), device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +133,13 @@ class Sharded(PeerModel):
     def _spread_state(self) -> None:
         told = self._group.broadcast((self._described(), settings_of(self.local)) if self._ranks.leads else None)
         entries, settings = told
+        on_device = [bool(g.get("capturable") or g.get("fused")) for g in self.local.param_groups for _ in g["params"]]
         made = [
-            {name: one.tensor() if isinstance(one, _Single) else one for name, one in entry.items()}
-            for entry in entries
+            {
+                name: one.tensor(p.device if fused else "cpu") if isinstance(one, _Single) else one
+                for name, one in e.items()
+            }
+            for e, fused, p in zip(entries, on_device, self._shards.parameters, strict=False)
         ]
         room = self._shards.room_for_state(made)
         for name, which, dtypes in _by_name(entries):
@@ -198,10 +202,19 @@ class Sharded(PeerModel):
 
     def _described(self) -> list[dict[str, Any]]:
         """At rank 0, of the whole optimizer's state."""
-        return [
+        found = [
             {name: _told(one, whole.shape) for name, one in self.optimizer.state.get(whole, {}).items()}
             for whole in self._whole
         ]
+        self._refuse_others(found)
+        return found
+
+    def _refuse_others(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        for name, other in (item for entry in entries for item in entry.items() if isinstance(item[1], _Other)):
+            raise StateError(
+                f"{type(self.local).__name__} keeps {name!r} of shape {other.shape}, which is not its parameter's:"
+                " of a model in parts that cannot go from peer to peer. Use another optimizer, or DDP."
+            )
 
     def _gather_state(self) -> None:
         """(A rank whose piece of a parameter is empty may have no state of it.)"""
@@ -215,12 +228,9 @@ class Sharded(PeerModel):
         dist.all_gather_object(everybody, described, group=self._host)
         told: list[list[Any]] = [max((one[n] for one in everybody), key=len) for n in self._all]
         entries = [dict(map(_read, one)) for one in told]
-        for name, other in (item for entry in entries for item in entry.items() if isinstance(item[1], _Other)):
-            if self._ranks.leads:
-                raise StateError(
-                    f"{type(self.local).__name__} keeps {name!r} of shape {other.shape}, which is not its parameter's:"
-                    " of a model in parts it cannot be handed to peers that join. Use another optimizer, or DDP."
-                )
+        if self._ranks.leads:
+            self._refuse_others(entries)
+        elif any(isinstance(one, _Other) for entry in entries for one in entry.values()):
             return
         leads, found = self._ranks.leads, [dict[str, Any]() for _ in self._all]
         for n, entry in enumerate(entries):

@@ -69,10 +69,10 @@ class ZeroRedundancy(InParts):
             )
         return engine, ZeroOptimizer(engine, stage(made), groups)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
         if self._fits or not Path(self.broadcast(checkpoint_path)).is_file():
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint: dict[str, Any] = self._plain.load_checkpoint(self, checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, *weights_only, **more)
+        checkpoint: dict[str, Any] = self._plain.load_checkpoint(self, checkpoint_path, *weights_only, **more)
         if self.zero_stage_3:
             self._restore_zero_state(checkpoint, strict=self.lightning_module.strict_loading)
         else:
