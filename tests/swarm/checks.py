@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from swarm.harness import Peer
-from swarm.replay import distance, replay
+from swarm.replay import distance, replay, replay_outer
 
 
 def assert_ledger(peers: Iterable[Peer]) -> None:
@@ -82,3 +82,14 @@ def assert_one_process(peers: Sequence[Peer], steps: int) -> None:
         assert distance(peer.parameters(steps), expected[steps]) < 1e-5
     assert distance(expected[steps], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
     assert_in_step(peers, [steps])
+
+
+def assert_workers(peers: Sequence[Peer], rounds: int, *, lr: float, momentum: float, nesterov: bool) -> None:
+    """What they have in common after so many rounds is, within 1e-5, what workers one after another make of it."""
+    assert_complete(peers, range(1, rounds + 1))
+    assert_ledger(peers)
+    expected = replay_outer(peers, rounds, lr=lr, momentum=momentum, nesterov=nesterov)
+    assert distance(expected[rounds], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
+    common = [peer.parameters(f"common_{rounds}") for peer in peers]
+    assert all((common[0] == one).all() for one in common)
+    assert distance(common[0], expected[rounds]) < 1e-5

@@ -16,8 +16,8 @@ from lightning_hivemind.peer.words import Done, Gather, Step, Values, Word
 class FollowingEngine:
     """See the module, and :class:`~lightning_hivemind.engine.base.Engine`, of which it has all methods."""
 
-    def __init__(self, training: PeerTraining, ranks: Ranks, model: PeerModel, *, each_steps: bool) -> None:
-        self._training, self._ranks, self._model, self._each_steps = training, ranks, model, each_steps
+    def __init__(self, training: PeerTraining, ranks: Ranks, model: PeerModel) -> None:
+        self._training, self._ranks, self._model = training, ranks, model
         self.optimizer: torch.optim.Optimizer = model.local
         self.epoch = self.local_samples = self.swarm_samples = 0
         self.num_peers = 1
@@ -62,7 +62,7 @@ class FollowingEngine:
         return {}  # rank 0 writes checkpoints
 
     def restore(self, optimizer_state: Mapping[str, Any], epoch: int, kept: Mapping[str, Any]) -> None:
-        if self._each_steps and not self._model.in_parts:
+        if self._model.each_steps and not self._model.in_parts:
             self.optimizer.load_state_dict(dict(optimizer_state))
         self.epoch = epoch
 

@@ -30,6 +30,8 @@ class InParts(SeveralProcesses):
     package: str
     #: of the fit, or of the last one
     peer_model: Sharded | None
+    #: whether it is a fit
+    _session_wanted: Callable[[], bool]
     resume: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class InParts(SeveralProcesses):
 
     def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if not path.is_file() or not self._fits or self.peer_model is None:
+        if not path.is_file() or not self._session_wanted() or self.peer_model is None:
             checkpoint: dict[str, Any] = super().load_checkpoint(path, *weights_only, **more)  # type: ignore[misc]
             self.resume(checkpoint, {})
             return checkpoint
@@ -85,10 +87,6 @@ class InParts(SeveralProcesses):
     def _plain(self) -> Any:
         """Lightning's strategy for one process."""
         return module_of(self.package, "strategies").Strategy
-
-    @property
-    def _fits(self) -> bool:
-        return str(getattr(self.lightning_module.trainer.state.fn, "value", "")) == "fit"
 
 
 class ModelParallel(InParts):

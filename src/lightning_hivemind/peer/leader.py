@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lightning_hivemind.engine.base import Changed, Engine, PeerTraining, StepOutcome
-from lightning_hivemind.peer.model import PeerModel, parameters_of
+from lightning_hivemind.engine.groups import parameters_of
+from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
 from lightning_hivemind.peer.words import Done, Gather, Step, Values
 
@@ -22,8 +23,6 @@ class LeadingEngine:
 
     Args:
         make: the real engine.
-        each_steps: every rank has the optimizer's state, and steps. Else only rank 0 has (it lies in host memory), and
-            the others are given parameters.
         sums_first: gradients are averaged before a step; else each rank steps on the batch's own, which they all have.
         hooked: all ranks must be in what is done just before a step, whoever steps: there are hooks of the user's, or a
             norm is that of a model in parts.
@@ -36,13 +35,11 @@ class LeadingEngine:
         ranks: Ranks,
         model: PeerModel,
         *,
-        each_steps: bool,
         sums_first: bool,
         hooked: bool,
     ) -> None:
         self._ranks, self._model, self._hooked = ranks, model, hooked
-        self._each_steps, self._sums_first = each_steps, sums_first
-        self._training = training
+        self._training, self._sums_first = training, sums_first
         self._changed = Changed(0)
         wrapped = replace(
             training,
@@ -150,7 +147,7 @@ class LeadingEngine:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = parameters_of(optimizer)
         reached = [p.grad is not None for p in parameters]
-        if self._each_steps:
+        if self._model.each_steps:
             self._ranks.tell(Step(self.epoch, reached if self._sums_first else None))
             if self._sums_first:
                 self._model.gradients(reached)

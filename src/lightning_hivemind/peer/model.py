@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.statistics import has_mean
 from lightning_hivemind.peer.ranks import Group, Ranks
 
@@ -33,7 +34,7 @@ class PeerModel(ABC):
     def __init__(
         self, ranks: Ranks, group: Group, local: torch.optim.Optimizer, tensors: Sequence[Tensor], *, each_steps: bool
     ) -> None:
-        self._ranks, self._group, self._each_steps = ranks, group, each_steps
+        self._ranks, self._group, self.each_steps = ranks, group, each_steps
         self.local = self.optimizer = local
         self._averaged = [one for one in tensors if has_mean(one)]
         self._own = [one for one in tensors if not has_mean(one)]
@@ -80,7 +81,7 @@ class PeerModel(ABC):
             self._spread_parameters()
         if changed & Changed.STATISTICS:
             self._broadcast(self._averaged)
-        if changed & Changed.OPTIMIZER and self._each_steps:
+        if changed & Changed.OPTIMIZER and self.each_steps:
             self._spread_state()
         if changed & Changed.STATE == Changed.STATE:
             self._broadcast(self._own)
@@ -102,13 +103,3 @@ class PeerModel(ABC):
             work.wait()
             if whole is not one and not self._ranks.leads:
                 one.copy_(whole)
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """In the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Of each group, without its parameters."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

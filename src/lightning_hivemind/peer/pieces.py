@@ -86,14 +86,9 @@ class Pieces:
         for number, one in zip(which, mine, strict=True):
             piece = self._of[0][number]
             piece.of(targets[number]).copy_(one.reshape(piece.shape))
-        others = [self._messages(rank, which, dtypes, every=False) for rank in range(1, self._ranks.size)]
-        for at_once in zip_longest(*others):
-            under_way = []
-            for rank, message in enumerate(at_once, start=1):
-                if message is not None:
-                    buffer = message.buffer()
-                    under_way.append((_under_way(dist.irecv(buffer, rank, group=self._group)), message, buffer))
-            for work, message, buffer in under_way:
+        for at_once in self._of_others(which, dtypes, every=False):
+            under_way = [_under_way(dist.irecv(buffer, rank, group=self._group)) for rank, _, buffer in at_once]
+            for work, (_, message, buffer) in zip(under_way, at_once, strict=True):
                 work.wait()
                 for number, part, piece in message.parts(buffer):
                     piece.of(targets[number]).copy_(part)
@@ -111,20 +106,25 @@ class Pieces:
                     mine[place[number]].view(piece.shape).copy_(part)
             return
         sources = dict(zip(which, whole, strict=True))
-        others = [self._messages(rank, which, dtypes, every=True) for rank in range(1, self._ranks.size)]
-        for at_once in zip_longest(*others):
+        for at_once in self._of_others(which, dtypes, every=True):
             under_way = []
-            for rank, message in enumerate(at_once, start=1):
-                if message is not None:
-                    buffer = message.buffer()
-                    for number, part, piece in message.parts(buffer):
-                        part.copy_(piece.of(sources[number]))
-                    under_way.append((_under_way(dist.isend(buffer, rank, group=self._group)), buffer))
-            for work, _ in under_way:
+            for rank, message, buffer in at_once:
+                for number, part, piece in message.parts(buffer):
+                    part.copy_(piece.of(sources[number]))
+                under_way.append(_under_way(dist.isend(buffer, rank, group=self._group)))
+            for work in under_way:
                 work.wait()
         for number, one in zip(which, mine, strict=True):
             piece = self._of[0][number]
             one.view(piece.shape).copy_(piece.of(sources[number]))
+
+    def _of_others(
+        self, which: Sequence[int], dtypes: Sequence[torch.dtype], *, every: bool
+    ) -> Iterator[list[tuple[int, _Message, Tensor]]]:
+        """At rank 0: with each other rank that has one left the next message, and memory for it."""
+        ranks = range(1, self._ranks.size)
+        for at_once in zip_longest(*(self._messages(rank, which, dtypes, every=every) for rank in ranks)):
+            yield [(rank, one, one.buffer()) for rank, one in zip(ranks, at_once, strict=True) if one is not None]
 
     def _messages(
         self, rank: int, which: Sequence[int], dtypes: Sequence[torch.dtype], *, every: bool

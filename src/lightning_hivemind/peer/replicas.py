@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
-from lightning_hivemind.peer.model import PeerModel, parameters_of, settings_of
+from lightning_hivemind.engine.groups import parameters_of, settings_of
+from lightning_hivemind.peer.model import PeerModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.engine.groups import settings_of
 from lightning_hivemind.errors import StateError
-from lightning_hivemind.peer.model import PeerModel, settings_of
+from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.pieces import Pieces
 from lightning_hivemind.peer.ranks import Group, Ranks
 from lightning_hivemind.peer.shards import OfPiece, Shards
@@ -63,7 +64,7 @@ class Sharded(PeerModel):
         sums_first: bool,
     ) -> None:
         super().__init__(ranks, group, shards.optimizer, tensors, each_steps=each_steps)
-        self.shards = self._shards = shards
+        self.shards = shards
         self._sums_first = sums_first
         self._pieces = Pieces(ranks, shards.pieces, self._host)
         self._all = range(shards.count)
@@ -81,7 +82,7 @@ class Sharded(PeerModel):
         self.refresh(Changed.PARAMETERS)
 
     def batch_gradients(self) -> list[Tensor]:
-        return [one for one in self._shards.gradients() if one is not None]
+        return [one for one in self.shards.gradients() if one is not None]
 
     # ------------------------------------------------------------------ to rank 0
 
@@ -89,7 +90,7 @@ class Sharded(PeerModel):
     def gather_gradients(self) -> None:
         if not self._sums_first:
             return
-        found = self._shards.gradients()
+        found = self.shards.gradients()
         told = self._ranks.share("gradients", "".join("01"[one is not None] for one in found))
         which = [number for number in self._all if any(one[number] == "1" for one in told)]
         whole: list[Tensor] = []
@@ -107,7 +108,7 @@ class Sharded(PeerModel):
         if what & Changed.PARAMETERS:
             whole = [one.detach() for one in self._whole]
             self._pieces.gather(self._all, self._values(), self._dtypes(self._all), whole)
-        if what & Changed.OPTIMIZER and self._each_steps:
+        if what & Changed.OPTIMIZER and self.each_steps:
             self._gather_state()
 
     # ------------------------------------------------------------------ from rank 0
@@ -118,17 +119,17 @@ class Sharded(PeerModel):
     @torch.no_grad()
     def host_gradients(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
         which, whole = self._with_gradient(reached, given)
-        self._pieces.spread(which, self._shards.room_for_gradients(reached), self._dtypes(which), whole)
+        self._pieces.spread(which, self.shards.room_for_gradients(reached), self._dtypes(which), whole)
 
     @torch.no_grad()
     def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
         which, whole = self._with_gradient(reached, given)
-        self._pieces.gather(which, self._parts_of(which, self._shards.gradients()), self._dtypes(which), whole)
+        self._pieces.gather(which, self._parts_of(which, self.shards.gradients()), self._dtypes(which), whole)
 
     def _spread_parameters(self) -> None:
         whole = [one.detach() for one in self._whole]
         self._pieces.spread(self._all, self._values(), self._dtypes(self._all), whole)
-        self._shards.written()
+        self.shards.written()
 
     def _spread_state(self) -> None:
         told = self._group.broadcast((self._described(), settings_of(self.local)) if self._ranks.leads else None)
@@ -139,9 +140,9 @@ class Sharded(PeerModel):
                 name: one.tensor(p.device if fused else "cpu") if isinstance(one, _Single) else one
                 for name, one in e.items()
             }
-            for e, fused, p in zip(entries, on_device, self._shards.parameters, strict=False)
+            for e, fused, p in zip(entries, on_device, self.shards.parameters, strict=False)
         ]
-        room = self._shards.room_for_state(made)
+        room = self.shards.room_for_state(made)
         for name, which, dtypes in _by_name(entries):
             whole = [self.optimizer.state[self._whole[n]][name] for n in which] if self._ranks.leads else []
             self._pieces.spread(which, [room[n][name] for n in which], dtypes, whole)
@@ -153,7 +154,7 @@ class Sharded(PeerModel):
     @torch.no_grad()
     def everything(self) -> list[Tensor]:
         """At rank 0: each parameter in host memory, in the order of :attr:`.Shards.parameters`; else nothing."""
-        shards, which = self._shards, range(len(self._shards.parameters))
+        shards, which = self.shards, range(len(self.shards.parameters))
         whole: list[Tensor] = []
         if self._ranks.leads:
             made = zip(shards.shapes, shards.dtypes, strict=True)
@@ -164,9 +165,9 @@ class Sharded(PeerModel):
     @torch.no_grad()
     def take_everything(self, whole: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """The way back; and ``tensors`` that each rank has, as rank 0 has them."""
-        which = range(len(self._shards.parameters))
-        self._pieces.spread(which, self._shards.values(), self._shards.dtypes, whole)
-        self._shards.written()
+        which = range(len(self.shards.parameters))
+        self._pieces.spread(which, self.shards.values(), self.shards.dtypes, whole)
+        self.shards.written()
         self._broadcast(tensors)
 
     def say(self, what: Any) -> Any:
@@ -181,7 +182,7 @@ class Sharded(PeerModel):
     # ------------------------------------------------------------------ private
 
     def _values(self) -> list[Tensor]:
-        return self._shards.values()[: self._shards.count]
+        return self.shards.values()[: self.shards.count]
 
     def _with_gradient(self, reached: Sequence[bool], given: Sequence[Tensor] | None) -> tuple[list[int], list[Tensor]]:
         """Which have one, and at rank 0 those of ``given``."""
@@ -191,14 +192,14 @@ class Sharded(PeerModel):
 
     def _parts_of(self, which: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
         """This rank's, with zeros where it has none."""
-        shards = self._shards
+        shards = self.shards
         return [
             torch.zeros(shards.pieces[n].shape, dtype=shards.dtypes[n], device="cpu") if one is None else one
             for n, one in ((n, found[n]) for n in which)
         ]
 
     def _dtypes(self, which: Sequence[int]) -> list[torch.dtype]:
-        return [self._shards.dtypes[n] for n in which]
+        return [self.shards.dtypes[n] for n in which]
 
     def _described(self) -> list[dict[str, Any]]:
         """At rank 0, of the whole optimizer's state."""
@@ -218,7 +219,7 @@ class Sharded(PeerModel):
 
     def _gather_state(self) -> None:
         """(A rank whose piece of a parameter is empty may have no state of it.)"""
-        state, pieces = self._shards.state(), self._shards.pieces
+        state, pieces = self.shards.state(), self.shards.pieces
         mine = [
             {name: _told(one, piece.shape) for name, one in entry.items()}
             for entry, piece in zip(state, pieces, strict=False)
@@ -240,7 +241,7 @@ class Sharded(PeerModel):
                 elif not isinstance(one, OfPiece):
                     found[n][name] = one
                 elif leads:
-                    found[n][name] = torch.empty(self._shards.shapes[n], dtype=one.dtype, device="cpu")
+                    found[n][name] = torch.empty(self.shards.shapes[n], dtype=one.dtype, device="cpu")
         for name, which, dtypes in _by_name(entries):
             parts = [
                 state[n][name] if name in state[n] else torch.empty(pieces[n].shape, dtype=dtype, device="cpu")
@@ -248,10 +249,9 @@ class Sharded(PeerModel):
             ]
             self._pieces.gather(which, parts, dtypes, [found[n][name] for n in which] if leads else [])
         if leads:
-            order = entries
             self.optimizer.state.clear()
             self.optimizer.state.update(
-                {w: {name: one[name] for name in e} for w, one, e in zip(self._whole, found, order, strict=True) if e}
+                {w: {name: one[name] for name in e} for w, one, e in zip(self._whole, found, entries, strict=True) if e}
             )
 
 

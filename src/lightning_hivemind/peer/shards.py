@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lightning_hivemind.peer.model import parameters_of
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.peer.pieces import Piece
 
 

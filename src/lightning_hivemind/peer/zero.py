@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.peer.in_parts import InParts
@@ -28,11 +27,8 @@ class ZeroRedundancy(InParts):
     offloads_itself = True
     parallel_devices: list[torch.device] | None
     config: dict[str, Any]
-    optimizers: list[Any]
     zero_stage_3: bool
     _restore_zero_state: Any
-    #: parameters by group, as the user's optimizer has them
-    _parameters: list[list[Tensor]]
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
         assert isinstance(optimizer, ZeroOptimizer)
@@ -70,7 +66,7 @@ class ZeroRedundancy(InParts):
         return engine, ZeroOptimizer(engine, stage(made), groups)
 
     def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
-        if self._fits or not Path(self.broadcast(checkpoint_path)).is_file():
+        if self._session_wanted() or not Path(self.broadcast(checkpoint_path)).is_file():
             return super().load_checkpoint(checkpoint_path, *weights_only, **more)
         checkpoint: dict[str, Any] = self._plain.load_checkpoint(self, checkpoint_path, *weights_only, **more)
         if self.zero_stage_3:

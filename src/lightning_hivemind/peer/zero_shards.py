@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_hivemind.peer.pieces import Piece, interval
 from lightning_hivemind.peer.shards import OfPiece, Shards
-from lightning_hivemind.peer.whole import GroupView
+from lightning_hivemind.peer.whole import GroupView, OptimizerView
 from lightning_hivemind.peer.zero_stages import Place, Stage
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(OptimizerView):
     """DeepSpeed's optimizer, over the module's own parameters in the groups that the user has made.
 
     A step is DeepSpeed's: on what the last backward pass has left, or on what :meth:`use` was given since.
@@ -25,16 +25,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, engine: Any, stage: Stage, groups: Sequence[Sequence[Tensor]]) -> None:
-        # no super().__init__: the optimizer inside of DeepSpeed's has the settings
-        self.engine, self.stage, self._parameters = engine, stage, [list(one) for one in groups]
-        self.inner: torch.optim.Optimizer = stage.zero.optimizer
-        self.defaults = self.inner.defaults
+        super().__init__(stage.zero.optimizer, [p for group in groups for p in group])
+        self.engine, self.stage, self._groups = engine, stage, groups
         self._given: Callable[[], None] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        groups = zip(self.inner.param_groups, self._parameters, strict=True)
-        return [GroupView(group, parameters) for group, parameters in groups]
+        """(The optimizer inside of DeepSpeed's has flat ones.)"""
+        return [GroupView(group, own) for group, own in zip(self.inner.param_groups, self._groups, strict=True)]
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """Which DeepSpeed's steps with."""
+        return self._seen
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -60,12 +63,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """DeepSpeed loads its own checkpoints."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise RuntimeError("parameters cannot be added to DeepSpeed's optimizer")
-
-    def __repr__(self) -> str:
-        return f"ZeroOptimizer({self.inner!r})"
 
 
 class ZeroShards(Shards):

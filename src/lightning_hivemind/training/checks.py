@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lightning_hivemind.arguments import Arguments
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.statistics import has_mean
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.schedulers import refuse_plateau
@@ -140,7 +141,7 @@ def _check_extra_tensors(arguments: Arguments, strategy: Any) -> None:
                 f"extra_tensors: one of {one.dtype}, with shape {tuple(one.shape)}, has no average. Give tensors of"
                 ' floating-point numbers (or, with engine="native", single counters of torch.int16, int32 or int64).'
             )
-    trained = {id(p) for group in strategy.optimizers[0].param_groups for p in group["params"]}
+    trained = {id(p) for p in parameters_of(strategy.optimizers[0])}
     if any(id(one) in trained for one in strategy.extra_tensors):
         raise ArgumentError("extra_tensors: one of them is a parameter of the optimizer, which is averaged anyway.")
     elsewhere = [one.device for one in strategy.extra_tensors if one.device.type != "cpu"]
@@ -154,7 +155,7 @@ def _check_extra_tensors(arguments: Arguments, strategy: Any) -> None:
 def _check_dtypes(arguments: Arguments, module: Any, optimizer: torch.optim.Optimizer) -> None:
     """Whatever made the parameters so: ``Trainer(precision=...)``, or the module itself."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+    for parameter in parameters_of(optimizer):
         if torch.nn.parameter.is_lazy(parameter):
             raise ArgumentError(
                 f"parameter {names.get(id(parameter), '?')} has no shape yet (a Lazy module): what peers average must"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from lightning_hivemind.engine.groups import parameters_of
+
 
 def outside(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """By name. (They are neither averaged nor handed to peers that join.)"""
-    inside = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    inside = {id(p) for p in parameters_of(optimizer)}
     return {name: p for name, p in module.named_parameters() if id(p) not in inside}

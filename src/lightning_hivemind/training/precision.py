@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.training.samples import gradients_are_finite
 
 
@@ -33,7 +34,7 @@ class LossScale:
         self._scaler, self._optimizer, self._reuses = scaler, optimizer, reuses_buffers
         self._scaled = False  # whether the scaler has seen a gradient: before that it refuses everything
         self._gradients = gradients or self._of_parameters
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = parameters_of(optimizer)
 
     @property
     def active(self) -> bool:
@@ -78,4 +79,4 @@ class LossScale:
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """A scaler that was shown no gradient refuses to update."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None for p in parameters_of(optimizer))

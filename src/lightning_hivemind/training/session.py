@@ -12,13 +12,14 @@ import torch
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import Engine, PeerTraining, StepOutcome
 from lightning_hivemind.engine.factory import make_engine
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.prints import print_of
 from lightning_hivemind.errors import ArgumentError, NonFiniteGradientsError
 from lightning_hivemind.events import EventBus
 from lightning_hivemind.lightning_twins import lightning_module
 from lightning_hivemind.peer.follower import FollowingEngine
 from lightning_hivemind.peer.leader import LeadingEngine
-from lightning_hivemind.peer.model import PeerModel, parameters_of
+from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
 from lightning_hivemind.peer.replicas import Replicas
 from lightning_hivemind.peer.sharded import Sharded
@@ -139,13 +140,12 @@ class TrainingSession:
         else:
             return make_engine(self._a, network(), training, self._events)
         if not self._ranks.leads:
-            return FollowingEngine(training, self._ranks, self._model, each_steps=each_steps)
+            return FollowingEngine(training, self._ranks, self._model)
         return LeadingEngine(
             lambda training: make_engine(self._a, network(), training, self._events),
             training,
             self._ranks,
             self._model,
-            each_steps=each_steps,
             sums_first=sums_first,
             hooked=hooked,
         )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed, PeerTraining
+from lightning_hivemind.engine.groups import over, parameters_of, rates_of, set_rates
 from lightning_hivemind.engine.native.averaged import put_gradients
-from lightning_hivemind.engine.native.groups import over, parameters_of, rates_of, set_rates
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory, populate
 from lightning_hivemind.engine.native.moments import Moments

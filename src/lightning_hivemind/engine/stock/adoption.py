@@ -11,7 +11,8 @@ import torch
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
-from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
+from lightning_hivemind.engine.groups import parameters_of
+from lightning_hivemind.engine.stock.build import Parts
 from lightning_hivemind.engine.stock.state import install_state
 
 RETRIES = 5
@@ -57,7 +58,7 @@ def adopt_state(arguments: Arguments, parts: Parts, training: PeerTraining, shou
 def load_local_parameters(state: Any) -> None:
     """Make model, host optimizer and averager hold the same parameters: those of the optimizer that steps."""
     with torch.no_grad():
-        for mine, stepped in zip(state.main_parameters, optimizer_parameters(state.optimizer), strict=True):
+        for mine, stepped in zip(state.main_parameters, parameters_of(state.optimizer), strict=True):
             if mine is not stepped:
                 mine.copy_(stepped)
         with state.get_tensors() as averaged:

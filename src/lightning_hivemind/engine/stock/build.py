@@ -16,6 +16,7 @@ from hivemind.optim.state_averager import TrainingStateAverager
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.codecs import NoCompression
 from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.priming import prime_statistics
 from lightning_hivemind.engine.stock.averagers import checked
 from lightning_hivemind.engine.stock.processes import stop_processes
@@ -123,15 +124,10 @@ def _build_grads(arguments: Arguments, dht: hivemind.DHT, state: Any) -> Any:
     )
     if arguments.offload_optimizer:  # the host optimizer steps on the averaged gradients where they lie
         with grads.get_tensors() as averaged:
-            for parameter, gradient in zip(optimizer_parameters(state.optimizer), averaged, strict=True):
+            for parameter, gradient in zip(parameters_of(state.optimizer), averaged, strict=True):
                 # frozen parameters have none: a zero gradient would still let weight decay change them
                 parameter.grad = gradient if parameter.requires_grad else None
     return grads
-
-
-def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, group by group."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _common(arguments: Arguments) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from hivemind.averaging.control import StepControl
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.stock.adoption import adopt_state
-from lightning_hivemind.engine.stock.build import Parts, optimizer_parameters
+from lightning_hivemind.engine.stock.build import Parts
 from lightning_hivemind.engine.stock.others import FRESH_S, Others
 from lightning_hivemind.engine.stock.rounds import (
     ALONE,
@@ -321,7 +322,7 @@ class EpochRounds:
             return
         grads, optimizer = self._grads, self._parts.state.optimizer
         if not self._a.offload_optimizer:
-            grads.copy_averaged_to(optimizer_parameters(optimizer))
+            grads.copy_averaged_to(parameters_of(optimizer))
         grads.notify_used_averaged_gradients()
         self._training.before_optimizer_step(optimizer)
 

@@ -18,6 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
 from lightning_hivemind.engine.native.state.content import Content, Piece
 from lightning_hivemind.engine.native.state.ranges import DIGEST_BYTES, digest_of_all, digest_of_shared, spans
@@ -178,7 +179,7 @@ def take_state(
     Raises:
         StateError: the optimizer keeps something that is neither a tensor nor a number.
     """
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     kept: list[Tensor] = []
     state = []
     for parameter in parameters:
@@ -254,7 +255,7 @@ def install(
 
     ``memory`` is not used any more afterwards. Learning rates are the donor's.
     """
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     values = [_view(memory, part) for part in description.parts]
     kept = iter(values[len(parameters) :])
     settings = [group for group in optimizer.param_groups for _ in group["params"]]
@@ -281,14 +282,10 @@ def install(
 # ---------------------------------------------------------------------- private
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Parameters, and what the optimizer keeps of them."""
-    kept = [one for parameter in _parameters(optimizer) for one in optimizer.state.get(parameter, {}).values()]
-    return [*_parameters(optimizer), *(one for one in kept if isinstance(one, Tensor))]
+    kept = [one for parameter in parameters_of(optimizer) for one in optimizer.state.get(parameter, {}).values()]
+    return [*parameters_of(optimizer), *(one for one in kept if isinstance(one, Tensor))]
 
 
 def _as_it_lies(value: Tensor, parameter: Tensor, device: torch.device | str) -> Tensor:
@@ -300,7 +297,7 @@ def _as_it_lies(value: Tensor, parameter: Tensor, device: torch.device | str) ->
 
 def _most_described(optimizer: torch.optim.Optimizer, shared: _Tensors, own: _Tensors) -> int:
     """Bytes that the description of a state that fits can have, generously. Unpacked it may take 64 times as many."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     tensors = [*(one for one in parameters for _ in range(1 + MOST_PER_PARAMETER)), *shared, *own]
     parts = sum(64 + 9 * one.dim() for one in tensors) + 64 * MOST_PER_PARAMETER * len(parameters)
     ranges = 1 + len(spans(0, sum(ALIGNMENT + one.numel() * _LARGEST for one in tensors)))
@@ -358,7 +355,7 @@ def _check(
     own: _Tensors,
 ) -> None:
     """All that :func:`install` relies on. Nothing may be larger than this peer's own model implies."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     wrong = f"a peer's optimizer state does not fit {type(optimizer).__name__} here"
     if len(state) != len(parameters) or len(groups) != len(optimizer.param_groups):
         raise MisfitError(

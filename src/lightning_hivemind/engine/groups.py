@@ -13,6 +13,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, without its parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
 def rates_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The learning rate of each group."""
     return [group["lr"] for group in optimizer.param_groups]
