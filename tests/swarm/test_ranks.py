@@ -142,7 +142,7 @@ def test_who_joins_has_the_whole_state_on_every_rank(swarm: Swarm, joiner_has_ra
     """Parameters, moments, buffers, and the place of the scheduler."""
     common: dict[str, Any] = {
         "model": {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential", "norm": True},
-        "trainer": {"max_steps": 40},
+        "trainer": {"max_steps": 80},
         "together": False,
         "delay_s": 0.05,
     }
