@@ -112,8 +112,7 @@ class HivemindStrategy(_Base, metaclass=Twinned):
         self._batch_samples = self._backwards = 0
         self._last_epoch, self._last_kept = 0, dict[str, Any]()
         self.peer_model: Any = None
-        self._left = False
-        self._events_to_file = False
+        self._left = self._events_to_file = False
 
     # ------------------------------------------------------------------ Trainer(...)
 

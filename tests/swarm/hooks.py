@@ -32,7 +32,11 @@ class FsdpOnCpus(FSDPStrategy):
         if not any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
             kwargs, self.kwargs = self.kwargs, {}
             model = FullyShardedDataParallel(
-                model, sharding_strategy=self.sharding_strategy, device_id=torch.device("cpu"), **kwargs
+                model,
+                sharding_strategy=self.sharding_strategy,
+                mixed_precision=self.mixed_precision_config,
+                device_id=torch.device("cpu"),
+                **kwargs,
             )
         return super()._setup_model(model)
 

@@ -106,9 +106,21 @@ def spread(net: nn.Sequential, mesh: Any, how: str) -> None:
         fully_shard(net, mesh=data)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps of each parameter what has another shape than it, and belongs to all of it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            counts = self.state[parameter].setdefault("counts", torch.zeros(3))
+            counts += 1
+        return super().step(closure)
+
+
 def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
+    if name == "counting":
+        return Counting(parameters, lr=lr)
     if name == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=lr)
     if name == "momentum":
@@ -173,7 +185,7 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             self.before_batch(batch)
             if number in options.get("raise_at", ()):
                 raise RuntimeError(f"induced failure in batch {number}")
-            x = batch["x"].to(self.net[0].weight.dtype)
+            x = batch["x"].to(getattr(torch, options["dtype"])) if "dtype" in options else batch["x"]
             loss = mse_loss(self.net(x), batch["y"].to(self.net(x).dtype))
             if number in options.get("nan_at", ()):
                 loss = loss * float("nan")
@@ -186,7 +198,7 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
 
         def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
             values = options.get("monitor_values")
-            x = batch["x"].to(self.net[0].weight.dtype)
+            x = batch["x"].to(getattr(torch, options["dtype"])) if "dtype" in options else batch["x"]
             value = mse_loss(self.net(x), batch["y"].to(self.net(x).dtype))
             if values:  # a metric that the test decides, by the number of committed steps
                 value = torch.tensor(float(values[min(self.trainer.global_step, len(values) - 1)]))

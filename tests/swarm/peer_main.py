@@ -131,7 +131,7 @@ def digest_of(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(named):
         found.update(name.encode())
-        found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 

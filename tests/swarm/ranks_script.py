@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from lightning_hivemind import HivemindStrategy
 
 torch.set_num_threads(1)
+faulthandler.register(signal.SIGUSR1)  # the test asks for stacks with it
 
 
 class Model(L.LightningModule):

@@ -48,6 +48,15 @@ class Script:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.05)
 
+    def wait(self) -> int:
+        """Its exit status. If it does not end, the assertion says where its processes are."""
+        try:
+            return self.process.wait(COLD_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGUSR1)
+            time.sleep(2)
+            raise AssertionError(self.text) from None
+
     @property
     def is_gone(self) -> bool:
         """With all that it has started."""
@@ -78,7 +87,7 @@ def test_however_it_ends_it_leaves_the_swarm_and_nothing_behind(tmp_path: Path, 
             os.killpg(script.process.pid, signal.SIGINT)
         elif how == "SIGTERM":
             script.process.terminate()
-        code = script.process.wait(COLD_S)
+        code = script.wait()
         script.wait_until(lambda: script.is_gone, CLEAN_S)
         assert "left the swarm at global step" in script.text
         if how == "error":

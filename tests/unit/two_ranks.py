@@ -48,3 +48,15 @@ def of_both(act: Act) -> list[Any]:
             one.join(60)
             assert one.exitcode == 0
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+class Told:
+    """Ranks that share by torch.distributed."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size, self.leads = rank, 2, rank == 0
+
+    def share(self, what: str, value: Any) -> list[Any]:
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, value)
+        return found

@@ -65,6 +65,7 @@ class PeerTraining:
         last_step: the global step after which this peer's training ends; -1 if that is not known.
         refresh: ``callable(what)``, called from the training thread: brings the parameters of ``optimizer``, or its
             state, too, up to date, where ranks have them in parts. None: they always are.
+        steps_on: the device on which ``optimizer`` steps, where its parameters are elsewhere.
         outside: of the module's parameters that are not the optimizer's, a name and a digest of all: a warning tells of
             peers with another one. Empty if there are none.
     """
@@ -82,6 +83,7 @@ class PeerTraining:
     last_step: Callable[[], int] = lambda: -1
     changed: Callable[[Changed], None] = lambda what: None
     refresh: Callable[[Changed], None] | None = None
+    steps_on: torch.device | None = None
     outside: tuple[str, str] = ("", "")
 
     @property

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _reshard
 
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.peer.pieces import Piece, interval
+from lightning_hivemind.peer.pieces import Piece, all_of, interval
 from lightning_hivemind.peer.shards import OfPiece, Shards
 
 
@@ -34,7 +34,7 @@ class FlatShards(Shards):
                 " FSDPStrategy(use_orig_params=...) away."
             )
         for one in self.parameters:  # what FSDP was told to ignore every rank has
-            found.setdefault(id(one), (one.shape, interval(one.numel(), 0, one.numel())))
+            found.setdefault(id(one), (one.shape, all_of(one.shape)))
         self.shapes = [found[id(p)][0] for p in self.parameters]
         self.dtypes = [p.dtype for p in self.parameters]
         self.pieces = [found[id(p)][1] for p in self.parameters]
@@ -99,7 +99,7 @@ def _pieces_of(
             )
         for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
             if not one._handle.uses_sharded_strategy:
-                piece = interval(shape.numel(), 0, shape.numel())
+                piece = all_of(shape)
             elif info.intra_param_start_idx is None or info.intra_param_end_idx is None:
                 piece = interval(shape.numel(), 0, 0)
             else:

@@ -70,7 +70,9 @@ class FollowingEngine:
         raise AssertionError("rank 0 asks the swarm")
 
     def flush(self) -> None:
-        """Rank 0 writes what is to be kept."""
+        """Rank 0 writes what is to be kept, of a model in parts with all others."""
+        if self._model.in_parts:
+            self._follow("flush")
 
     def shutdown(self, timeout_s: float) -> None:
         """Nothing was started here."""

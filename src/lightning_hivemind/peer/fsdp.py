@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,12 +21,10 @@ class FullySharded(InParts):
     """Between the swarm's strategy and Lightning's ``FSDPStrategy``; works on CPUs, too."""
 
     cpu_offload: Any
-    mixed_precision_config: Any
     sharding_strategy: Any
     kwargs: dict[str, Any]
     root_device: torch.device
     model: Any
-    precision_plugin: Any
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
         return FlatShards(optimizer, self.lightning_module, self.model)
@@ -39,10 +38,11 @@ class FullySharded(InParts):
         super().setup_environment()  # type: ignore[misc]
         self.kwargs["device_mesh"] = init_device_mesh("cpu", mesh)
 
-    def setup_precision_plugin(self) -> None:
-        super().setup_precision_plugin()  # type: ignore[misc]
-        # Lightning refuses it, for the norm of a rank's part is none of the model: FSDP's own is
-        self.precision_plugin.clip_grad_by_norm = lambda optimizer, clip_val: self.model.clip_grad_norm_(clip_val)
+    @property
+    def mixed_precision_config(self) -> Any:
+        """Buffers (BatchNorm statistics, say) stay as they are: they are averaged with those of other peers."""
+        config = super().mixed_precision_config  # type: ignore[misc]
+        return None if config is None else replace(config, buffer_dtype=None)
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:

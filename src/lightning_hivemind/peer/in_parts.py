@@ -30,9 +30,19 @@ class InParts(SeveralProcesses):
     package: str
     #: of the fit, or of the last one
     peer_model: Sharded | None
+    precision_plugin: Any
     #: whether it is a fit
     _session_wanted: Callable[[], bool]
     resume: Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()  # type: ignore[misc]
+        # where Lightning has one, it is of parts, in other last bits than that of a whole model; where not, it refuses
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        assert self.peer_model is not None
+        self.peer_model.clip_by_norm(float(clip_val))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if (model := self._portable()) is not None:
@@ -55,13 +65,11 @@ class InParts(SeveralProcesses):
             self._plain.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
-        if not path.is_file() or not self._session_wanted() or self.peer_model is None:
-            checkpoint: dict[str, Any] = super().load_checkpoint(path, *weights_only, **more)  # type: ignore[misc]
-            self.resume(checkpoint, {})
-            return checkpoint
+        path, is_own = self.broadcast((checkpoint_path, Path(checkpoint_path).is_dir()))
+        if is_own or not self._session_wanted() or self.peer_model is None:
+            return self._load_own(Path(path), *weights_only, **more)
         model = self.peer_model
-        given = self._plain.load_checkpoint(self, path, *weights_only, **more) if model.leads else None
+        given = model.at_rank_0(lambda: self._plain.load_checkpoint(self, path, *weights_only, **more))
         rest: dict[str, Any] = model.say(None if given is None else {k: v for k, v in given.items() if k not in _LARGE})
         states = model.say(None if given is None else len(given.get("optimizer_states", ())))
         if states != 1:
@@ -78,6 +86,21 @@ class InParts(SeveralProcesses):
             portable.load_optimizer_state(model, optimizer_state if model.leads else None)
             self.resume(rest, {})
         return rest
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """It was loaded with the rest."""
+
+    def _load_own(self, path: Path, *weights_only: Any, **more: Any) -> dict[str, Any]:
+        """As Lightning's strategy does."""
+        if self._session_wanted() and self.arguments.recreates_optimizer:
+            raise ArgumentError(
+                f"ckpt_path={str(path)!r} is a directory, in which each rank has its part of the optimizer's state, and"
+                " with offload_optimizer (or a delay, which offloads) rank 0 has it whole. Make one file of it first:"
+                " lightning-hivemind collate."
+            )
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, *weights_only, **more)  # type: ignore[misc]
+        self.resume(checkpoint, {})
+        return checkpoint
 
     def _portable(self) -> Sharded | None:
         """What writes whole checkpoints, if any are wanted, and there was a fit."""

@@ -48,6 +48,7 @@ class LeadingEngine:
             before_optimizer_step=self._before_step,
             changed=self._note,
             refresh=self._refresh if model.in_parts else None,
+            steps_on=model.steps_on,
         )
         self._engine = make(wrapped)
         self.optimizer = self._engine.optimizer
@@ -105,8 +106,13 @@ class LeadingEngine:
         self._engine.request_stop(reason)
 
     def flush(self) -> None:
-        """What this puts into the model the others have at the next call of which they hear."""
+        """Of a model in parts a checkpoint is of all ranks; of a whole one, what this puts into it the others have at
+        the next call of which they hear.
+        """
         self._engine.flush()
+        if self._model.in_parts:
+            with self._ranks.together():
+                self._tell("flush")
 
     def shutdown(self, timeout_s: float) -> None:
         self._engine.shutdown(timeout_s)
@@ -137,6 +143,7 @@ class LeadingEngine:
         self._changed |= what
 
     def _refresh(self, what: Changed) -> None:
+        self._hand_out()  # else what the ranks have would take its place
         self._ranks.tell(Gather(int(what)))
         self._model.refresh(what)
 
@@ -144,7 +151,18 @@ class LeadingEngine:
         """For schedulers and hooks: the one by which this rank steps."""
         return self._model.local if stepping is self._model.optimizer else stepping
 
+    def _hand_out(self) -> None:
+        """What the engine has put into the model, to the others."""
+        changed, self._changed = self._changed, Changed(0)
+        if changed == Changed.STATISTICS and not self._model.changes_with_statistics:
+            return
+        if changed:
+            self._ranks.tell(Values(self.epoch, int(changed)))
+            self._model.values(changed)
+
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._model.in_parts:  # the ranks step on what they have
+            self._hand_out()
         parameters = parameters_of(optimizer)
         reached = [p.grad is not None for p in parameters]
         if self._model.each_steps:
@@ -161,12 +179,7 @@ class LeadingEngine:
 
     def _tell(self, what: str, outcome: StepOutcome | None = None, *, value: float = 0.0) -> StepOutcome:
         outcome = outcome or StepOutcome(epoch=self.epoch, committed=False)
-        changed, self._changed = self._changed, Changed(0)
-        if changed == Changed.STATISTICS and not self._model.changes_with_statistics:
-            changed = Changed(0)
-        if changed:
-            self._ranks.tell(Values(self.epoch, int(changed)))
-            self._model.values(changed)
+        self._hand_out()
         told = Done(
             what,
             outcome.epoch,

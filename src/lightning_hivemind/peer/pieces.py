@@ -44,6 +44,11 @@ class Piece:
         return whole.view(self.view)[tuple(slice(*one) for one in self.box)]
 
 
+def all_of(shape: Sequence[int]) -> Piece:
+    """The whole parameter."""
+    return Piece(tuple(shape), tuple((0, size) for size in shape))
+
+
 def interval(numel: int, begin: int, end: int) -> Piece:
     """Those values of a parameter of so many, as they lie in memory."""
     begin, end = min(begin, numel), min(end, numel)
@@ -69,6 +74,11 @@ class Pieces:
             self._speaks.append([one.numel > 0 and one not in seen for one, seen in zip(pieces, known, strict=True)])
             for one, seen in zip(pieces, known, strict=True):
                 seen.add(one)
+
+    @property
+    def speaks_for(self) -> list[bool]:
+        """Of each parameter, whether this rank has a piece, and nobody before it the same one."""
+        return self._speaks[self._ranks.rank]
 
     def gather(
         self, which: Sequence[int], mine: Sequence[Tensor], dtypes: Sequence[torch.dtype], whole: Sequence[Tensor]

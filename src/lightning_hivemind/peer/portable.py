@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from lightning_hivemind.engine.base import Changed
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.peer.sharded import Sharded
-from lightning_hivemind.peer.shards import plain_name
+from lightning_hivemind.peer.shards import plain_name, unwrapped
 
 _SHOWN = 5
+#: torch's name for it
+_EXTRA = "_extra_state"
 
 
 def state_dict(model: Sharded) -> dict[str, Any]:
@@ -27,12 +29,12 @@ def state_dict(model: Sharded) -> dict[str, Any]:
         return {}
     module, by_id = model.shards.module, dict(zip(map(id, model.shards.parameters), whole, strict=True))
     found: dict[str, Any] = {
-        plain_name(name): by_id[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
+        unwrapped(name): by_id[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
     }
-    found |= {name: one.detach().cpu() for name, one in _buffers(module)}
+    found |= {unwrapped(name): one.detach().cpu() for name, one in _buffers(module)}
     for name, one in module.named_modules():
         if type(one).get_extra_state is not torch.nn.Module.get_extra_state:
-            found[plain_name(f"{name}._extra_state")] = one.get_extra_state()
+            found[unwrapped(f"{name}.{_EXTRA}")] = one.get_extra_state()
     return found
 
 
@@ -44,9 +46,10 @@ def load_state_dict(model: Sharded, given: Mapping[str, Any] | None, *, strict: 
     """
     module, shards = model.shards.module, model.shards
     names = [(plain_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
-    buffers = dict(_buffers(module))
-    problem, whole = "", list[Tensor]()
+    buffers = {plain_name(name): one for name, one in _buffers(module)}
+    problem, whole, extra = "", list[Tensor](), dict[str, Any]()
     if given is not None:
+        given = {plain_name(name): one for name, one in given.items()}
         problem = _misfit(given, names, buffers, shards.shapes, shards.parameters, strict=strict)
     if problem := model.say(problem):
         raise ArgumentError(f"ckpt_path: {problem}. Give a checkpoint of the same model; nothing was changed.")
@@ -58,10 +61,12 @@ def load_state_dict(model: Sharded, given: Mapping[str, Any] | None, *, strict: 
         for name, one in buffers.items():
             if name in given:
                 one.copy_(given[name])
-        for name, part in module.named_modules():
-            if (key := plain_name(f"{name}._extra_state")) in given:
-                part.set_extra_state(given[key])
+        extra = {name: one for name, one in given.items() if name.split(".")[-1] == _EXTRA}
     model.take_everything(whole, list(buffers.values()))
+    extra = model.say(extra)
+    for name, part in module.named_modules():
+        if (key := plain_name(f"{name}.{_EXTRA}")) in extra:
+            part.set_extra_state(extra[key])
 
 
 def optimizer_state(model: Sharded) -> dict[str, Any]:
@@ -72,18 +77,17 @@ def optimizer_state(model: Sharded) -> dict[str, Any]:
 
 def load_optimizer_state(model: Sharded, given: Mapping[str, Any] | None) -> None:
     """What rank 0 was given; a collective."""
-    if given is not None:
-        model.optimizer.load_state_dict(dict(given))
+    model.at_rank_0(lambda: model.optimizer.load_state_dict(dict(given or {})))
     model.values(Changed.OPTIMIZER)
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those that a checkpoint has."""
+    """Those that a checkpoint has, by name."""
     for prefix, part in module.named_modules():
         for name, one in part._buffers.items():
             if one is not None and name not in part._non_persistent_buffers_set:
                 whole = one.full_tensor() if isinstance(one, DTensor) else one
-                yield plain_name(f"{prefix}.{name}"), whole
+                yield f"{prefix}.{name}", whole
 
 
 def _misfit(
@@ -101,7 +105,7 @@ def _misfit(
     for name, shape in wanted.items():
         if name in given and given[name].shape != shape:
             return f"{name} has the shape {tuple(given[name].shape)} there, and here {tuple(shape)}"
-    extra = [name for name in given if name not in wanted and not name.endswith("_extra_state")]
+    extra = [name for name in given if name not in wanted and name.split(".")[-1] != _EXTRA]
     missing = [name for name in wanted if name not in given]
     if strict and (missing or extra):
         return f"it lacks {missing[:_SHOWN]}, and has besides {extra[:_SHOWN]}"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
-from lightning_hivemind.engine.groups import settings_of
-from lightning_hivemind.errors import StateError
+from lightning_hivemind.engine.groups import parameters_of, settings_of
+from lightning_hivemind.engine.native.averaged import refuse_more
+from lightning_hivemind.errors import RanksError, StateError
 from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.pieces import Pieces
 from lightning_hivemind.peer.ranks import Group, Ranks
 from lightning_hivemind.peer.shards import OfPiece, Shards
 from lightning_hivemind.peer.whole import WholeOptimizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Sharded(PeerModel):
 
     Args:
         sums_first: gradients are averaged before a step, so rank 0 has those of each batch.
+        hooked: hooks of the user's may change gradients just before a step.
     """
 
     in_parts = True
@@ -62,10 +68,14 @@ class Sharded(PeerModel):
         *,
         each_steps: bool,
         sums_first: bool,
+        hooked: bool,
     ) -> None:
         super().__init__(ranks, group, shards.optimizer, tensors, each_steps=each_steps)
         self.shards = shards
-        self._sums_first = sums_first
+        self._sums_first, self._hooked = sums_first, hooked
+        self._trained = [p.requires_grad for p in shards.parameters[: shards.count]]
+        #: which have an averaged gradient, and at rank 0 where they all are; None before the first one
+        self._averages: tuple[Sequence[bool], Sequence[Tensor] | None] | None = None
         self._pieces = Pieces(ranks, shards.pieces, self._host)
         self._all = range(shards.count)
         #: at rank 0
@@ -79,6 +89,7 @@ class Sharded(PeerModel):
                 )
             ]
             self.optimizer = WholeOptimizer(shards.optimizer, self._whole)
+            self.steps_on = self._values()[0].device if each_steps else None
         self.refresh(Changed.PARAMETERS)
 
     def batch_gradients(self) -> list[Tensor]:
@@ -88,6 +99,7 @@ class Sharded(PeerModel):
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
+        refuse_more(len(parameters_of(self.local)), self.shards.parameters[: self.shards.count], self._trained)
         if not self._sums_first:
             return
         found = self.shards.gradients()
@@ -118,13 +130,32 @@ class Sharded(PeerModel):
 
     @torch.no_grad()
     def host_gradients(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
+        self._averages = reached, given
         which, whole = self._with_gradient(reached, given)
         self._pieces.spread(which, self.shards.room_for_gradients(reached), self._dtypes(which), whole)
 
     @torch.no_grad()
     def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
         which, whole = self._with_gradient(reached, given)
-        self._pieces.gather(which, self._parts_of(which, self.shards.gradients()), self._dtypes(which), whole)
+        self._pieces.gather(which, self._parts_of(which, self.shards.stepping()), self._dtypes(which), whole)
+
+    @torch.no_grad()
+    def clip_by_norm(self, limit: float) -> None:
+        """Of which ranks step now, as ``torch.nn.utils.clip_grad_norm_`` of the whole model would, to the last bit."""
+        stepping = self.shards.stepping()
+        if self._averages is None:
+            norm = self._norm_of_parts(stepping)
+        else:
+            if self._hooked:
+                self.take_back(*self._averages)
+            given, norm = self._averages[1] or (), 0.0
+            if self._ranks.leads:
+                norm = float(torch.nn.utils.clip_grad_norm_(given, limit))
+        total = torch.tensor(self._ranks.share("norm", norm)[0], dtype=torch.float32, device="cpu")
+        share = torch.clamp(limit / (total + 1e-6), max=1.0).item()
+        for one in stepping:
+            if one is not None:
+                one.mul_(share)
 
     def _spread_parameters(self) -> None:
         whole = [one.detach() for one in self._whole]
@@ -134,6 +165,8 @@ class Sharded(PeerModel):
     def _spread_state(self) -> None:
         told = self._group.broadcast((self._described(), settings_of(self.local)) if self._ranks.leads else None)
         entries, settings = told
+        for group, theirs in zip(self.local.param_groups, settings, strict=True):
+            group.update(theirs)
         on_device = [bool(g.get("capturable") or g.get("fused")) for g in self.local.param_groups for _ in g["params"]]
         made = [
             {
@@ -144,10 +177,9 @@ class Sharded(PeerModel):
         ]
         room = self.shards.room_for_state(made)
         for name, which, dtypes in _by_name(entries):
-            whole = [self.optimizer.state[self._whole[n]][name] for n in which] if self._ranks.leads else []
+            states = [self.optimizer.state[self._whole[n]] for n in which] if self._ranks.leads else []
+            whole = [one[name].contiguous() for one in states]
             self._pieces.spread(which, [room[n][name] for n in which], dtypes, whole)
-        for group, theirs in zip(self.local.param_groups, settings, strict=True):
-            group.update(theirs)
 
     # ------------------------------------------------------------------ checkpoints: of the module's other ones, too
 
@@ -170,6 +202,21 @@ class Sharded(PeerModel):
         self.shards.written()
         self._broadcast(tensors)
 
+    def at_rank_0(self, do: Callable[[], T]) -> T | None:
+        """What it returns there, else None; what it raises there is raised at all ranks."""
+        made: T | None = None
+        failed: Exception | None = None
+        try:
+            made = do() if self.leads else None
+        except Exception as error:  # of whatever kind: the others wait
+            failed = error
+        told = self.say(None if failed is None else f"{type(failed).__name__}: {failed}")
+        if failed is not None:
+            raise failed
+        if told is not None:
+            raise RanksError(f"rank 0 of this peer has ended: {told}")
+        return made
+
     def say(self, what: Any) -> Any:
         """Rank 0's, at all ranks."""
         return self._group.broadcast(what)
@@ -180,6 +227,12 @@ class Sharded(PeerModel):
         return self._ranks.leads
 
     # ------------------------------------------------------------------ private
+
+    def _norm_of_parts(self, parts: Sequence[Tensor | None]) -> float:
+        """Each value counted once."""
+        mine = [one for one, counts in zip(parts, self._pieces.speaks_for, strict=False) if counts and one is not None]
+        squares = self._ranks.share("squares", sum(float(one.double().square().sum()) for one in mine))
+        return math.sqrt(sum(squares))
 
     def _values(self) -> list[Tensor]:
         return self.shards.values()[: self.shards.count]
@@ -249,10 +302,10 @@ class Sharded(PeerModel):
             ]
             self._pieces.gather(which, parts, dtypes, [found[n][name] for n in which] if leads else [])
         if leads:
-            self.optimizer.state.clear()
-            self.optimizer.state.update(
-                {w: {name: one[name] for name in e} for w, one, e in zip(self._whole, found, entries, strict=True) if e}
-            )
+            made: dict[Tensor, Any] = {
+                w: {name: one[name] for name in e} for w, one, e in zip(self._whole, found, entries, strict=True) if e
+            }
+            self.optimizer.state = defaultdict(dict, made)  # at once: other threads look how large it is
 
 
 def _told(value: Any, shape: Sequence[int]) -> Any:

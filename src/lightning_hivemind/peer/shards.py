@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_hivemind.engine.groups import parameters_of
-from lightning_hivemind.peer.pieces import Piece
+from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.peer.pieces import Piece, all_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,10 @@ class Shards(ABC):
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
         """Of the batch that has just ended; its mean over samples."""
+
+    def stepping(self) -> list[Tensor | None]:
+        """Those of which the next step is made."""
+        return self.gradients()
 
     @abstractmethod
     def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
@@ -137,8 +142,8 @@ class DistributedTensors(Shards):
         return room
 
 
-#: parts of a name that are of what a module was wrapped into
-_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+#: parts of a name that are of what a module was wrapped into for sharding, and for ``torch.compile``
+_WRAPPERS, _COMPILED = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}, {"_orig_mod"}
 
 
 def names_of(module: torch.nn.Module) -> dict[int, str]:
@@ -148,7 +153,16 @@ def names_of(module: torch.nn.Module) -> dict[int, str]:
 
 def plain_name(name: str) -> str:
     """Without what modules are wrapped into."""
-    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)
+    return _without(name, _WRAPPERS | _COMPILED)
+
+
+def unwrapped(name: str) -> str:
+    """As the module of a plain Trainer has it, which may be compiled."""
+    return _without(name, _WRAPPERS)
+
+
+def _without(name: str, parts: set[str]) -> str:
+    return ".".join(part for part in name.split(".") if part and part not in parts)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -186,6 +200,12 @@ def _like(parameter: Tensor, piece: Tensor) -> Tensor:
 
 def _piece_of(parameter: Tensor) -> Piece:
     if not isinstance(parameter, DTensor):
-        return Piece(tuple(parameter.shape), tuple((0, size) for size in parameter.shape))
+        return all_of(parameter.shape)
     shape, begin = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if tuple(shape) != tuple(local(parameter).shape):
+        raise ArgumentError(
+            f"a parameter of shape {tuple(parameter.shape)} lies over the ranks as {parameter.placements}, and which"
+            f" part is where torch cannot tell: it says {tuple(shape)}, and there is {tuple(local(parameter).shape)}."
+            " Shard in such dimensions only as divide evenly among the ranks."
+        )
     return Piece(tuple(parameter.shape), tuple((b, b + size) for b, size in zip(begin, shape, strict=True)))

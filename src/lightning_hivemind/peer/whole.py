@@ -97,7 +97,7 @@ class WholeOptimizer(OptimizerView):
         if [len(one["params"]) for one in groups] != [len(one["params"]) for one in theirs]:
             raise ValueError("loaded state dict has other parameter groups than this optimizer")
         numbers = [number for group in theirs for number in group["params"]]
-        self.state.clear()
+        self.state = defaultdict(dict)
         for parameter, number in zip(self._parameters, numbers, strict=True):
             if entry := state_dict["state"].get(number):
                 self.state[parameter] = dict(entry)

@@ -46,10 +46,26 @@ class ZeroRedundancy(InParts):
         theirs: Any = next(cls for cls in type(self).__mro__ if cls.__name__ == "DeepSpeedStrategy")
         theirs.__base__.setup_environment(self)  # its own refuses what is no GPU
 
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        # Lightning leaves it to DeepSpeed, which would clip what ranks have of the average in other last bits
+        self.precision_plugin.clip_gradients = self._clip
+
+    def _clip(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if clip_val and optimizer.has_given:
+            self._clip_by_norm(optimizer, clip_val)
+            optimizer.clipped = True
+
     def _setup_model_and_optimizer(self, model: Any, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         zero = self.config.get("zero_optimization", {})
         for name in ("offload_optimizer", "offload_param"):
-            if str(zero.get(name, {}).get("device", "")) == "nvme":
+            settings = zero.get(name) or {}
+            if float(settings.get("ratio", 1.0)) < 1.0:
+                raise ArgumentError(
+                    f"DeepSpeed with a ratio of {settings['ratio']} in {name}: it would step partly on the device,"
+                    " which a swarm cannot follow. Leave the ratio away."
+                )
+            if str(settings.get("device", "")) == "nvme":
                 raise ArgumentError(
                     f"DeepSpeed with {name} on NVMe: a swarm does not have that yet, and where it was tried, on CPUs,"
                     ' deepspeed 0.19.8 trained wrong by an optimizer on NVMe. Use device "cpu".'
@@ -63,10 +79,15 @@ class ZeroRedundancy(InParts):
                 f"DeepSpeed has made a {type(made).__name__} here, which a swarm does not know. Use ZeRO (stage 1, 2 or"
                 ' 3) with Trainer(precision="32-true").'
             )
+        if engine.fp16_enabled():
+            raise ArgumentError(
+                "DeepSpeed in float16: each peer would have a loss scale of its own. Use"
+                ' Trainer(precision="bf16-mixed"), or "32-true", and no fp16 in the config.'
+            )
         return engine, ZeroOptimizer(engine, stage(made), groups)
 
     def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
-        if self._session_wanted() or not Path(self.broadcast(checkpoint_path)).is_file():
+        if self._session_wanted() or self.broadcast(Path(checkpoint_path).is_dir()):
             return super().load_checkpoint(checkpoint_path, *weights_only, **more)
         checkpoint: dict[str, Any] = self._plain.load_checkpoint(self, checkpoint_path, *weights_only, **more)
         if self.zero_stage_3:

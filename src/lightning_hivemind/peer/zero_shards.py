@@ -28,6 +28,8 @@ class ZeroOptimizer(OptimizerView):
         super().__init__(stage.zero.optimizer, [p for group in groups for p in group])
         self.engine, self.stage, self._groups = engine, stage, groups
         self._given: Callable[[], None] | None = None
+        #: whether the next step's gradients are clipped, which else DeepSpeed does where it is told to
+        self.clipped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -47,12 +49,23 @@ class ZeroOptimizer(OptimizerView):
         """The next step is on what ``put`` puts there."""
         self._given = put
 
+    @property
+    def has_given(self) -> bool:
+        """Whether the next step is not on what the last backward pass has left."""
+        return self._given is not None
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         given, self._given = self._given, None
         if given is not None:
             self.stage.forget_gradients()
             given()
-        self.stage.zero.step()
+        zero, limit = self.stage.zero, self.stage.zero.clip_grad
+        try:
+            if self.clipped:
+                zero.clip_grad = 0.0
+            zero.step()
+        finally:
+            zero.clip_grad, self.clipped = limit, False
         self.engine.global_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -102,6 +115,11 @@ class ZeroShards(Shards):
             None if place is None else self._stage.gradient(p, place)
             for p, place in zip(self._trained, self._places, strict=False)
         ]
+
+    def stepping(self) -> list[Tensor | None]:
+        if not self.optimizer.has_given:
+            return self.gradients()
+        return [None if place is None else _at(self._averaged, place) for place in self._places[: self.count]]
 
     def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
         """(DeepSpeed knows no parameter without a gradient: of who is not reached it is zero.)"""

@@ -6,7 +6,7 @@ By what deepspeed 0.19 keeps in its optimizers; its own functions for whole para
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,9 +113,7 @@ class Stage1And2(Stage):
                 for parameter, part in parts:
                     self._note_norm(parameter, part)
                 continue
-            end = sum(part.numel() for _, part in parts)
-            padding = [flat.narrow(0, end, flat.numel() - end)] if end < flat.numel() else []
-            zero.averaged_gradients[number] = [part for _, part in parts] + padding
+            zero.averaged_gradients[number] = list(_filled(flat, [places[id(p)] for p, _ in parts]))
 
     def _in(self, number: int, places: Mapping[int, Place]) -> list[tuple[Tensor, Place]]:
         """Parameters of a partition, in the order in which they lie there."""
@@ -184,6 +182,8 @@ class Stage3(Stage):
     def forget_gradients(self) -> None:
         self.zero.zero_grad(set_to_none=True)
         self.zero.averaged_gradients = {}
+        if (sums := self.zero.grad_partitions_flat_buffer) is not None:
+            sums.zero_()  # else who is not reached by the next pass has what was left by this one
         self.zero._offload_boundary_param_ids = set()
         if self.offloads:
             self.zero.reset_cpu_buffers()
@@ -199,3 +199,15 @@ class Stage3(Stage):
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()
+
+
+def _filled(flat: Tensor, places: Sequence[Place]) -> Iterator[Tensor]:
+    """All of ``flat``, in order: what lies at those places, and what is between them and behind."""
+    end = 0
+    for place in places:
+        if place.offset > end:
+            yield flat.narrow(0, end, place.offset - end)
+        end = place.offset + place.numel
+        yield flat.narrow(0, place.offset, place.numel)
+    if end < flat.numel():
+        yield flat.narrow(0, end, flat.numel() - end)

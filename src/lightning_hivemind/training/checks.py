@@ -89,6 +89,11 @@ def _check_parts(arguments: Arguments, strategy: Any) -> None:
             "portable_checkpoints=False with FSDP: what it writes of an optimizer as one file is wrong, and cannot be"
             ' resumed. Leave it away, or give FSDPStrategy(state_dict_type="sharded").'
         )
+    if not arguments.portable_checkpoints and arguments.recreates_optimizer:
+        raise ArgumentError(
+            "portable_checkpoints=False with offload_optimizer (or a delay, which offloads): in the ranks' own format"
+            " each has its part of the optimizer's state, and then rank 0 has it whole. Leave one of them away."
+        )
     if strategy.offloads_itself and arguments.recreates_optimizer:
         raise ArgumentError(
             "offload_optimizer (or a delay, which offloads): DeepSpeed steps by its own optimizer. Leave them away, and"

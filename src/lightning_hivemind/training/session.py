@@ -23,7 +23,6 @@ from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
 from lightning_hivemind.peer.replicas import Replicas
 from lightning_hivemind.peer.sharded import Sharded
-from lightning_hivemind.peer.shards import Shards, names_of
 from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.bystander import Bystander
 from lightning_hivemind.training.checks import check_trainer
@@ -33,6 +32,7 @@ from lightning_hivemind.training.outside import outside
 from lightning_hivemind.training.precision import LossScale
 from lightning_hivemind.training.progress import LoopProgress, StopTogether
 from lightning_hivemind.training.schedulers import SwarmSchedulers, scheduler_from
+from lightning_hivemind.training.schema import schema_of
 from lightning_hivemind.training.sigterm import Sigterm
 from lightning_hivemind.training.zero_grad import DisabledZeroGrad
 
@@ -116,8 +116,8 @@ class TrainingSession:
         shards = self._strategy.shards(optimizer)
         each_steps, sums_first = not self._a.recreates_optimizer, not self._a.use_local_updates
         hooked = hooks_before_steps(self._trainer, self._strategy.package)
-        hooked |= shards is not None and self._trainer.gradient_clip_val is not None
-        others = {} if shards is not None else outside(self._module, optimizer)
+        others = {"extra_tensors": self._strategy.extra_tensors, "buffers": self._buffers.tensors}
+        left = {} if shards is not None else outside(self._module, optimizer)
         training = PeerTraining(
             optimizer=optimizer,
             rebuild_optimizer=None if each_steps else rebuilder(optimizer),
@@ -127,14 +127,22 @@ class TrainingSession:
             before_optimizer_step=self._before_optimizer_step,
             extra_tensors=self._strategy.extra_tensors,
             buffers=self._buffers.tensors,
-            schema=self._schema(optimizer, shards),
+            schema=schema_of(self._module, optimizer, shards, others),
             should_abort=self._should_abort,
             last_step=lambda: int(self._trainer.max_steps),
-            outside=(next(iter(others), ""), print_of(others.values()) if others else ""),
+            outside=(next(iter(left), ""), print_of(left.values()) if left else ""),
         )
         common = self._ranks, self._strategy
         if shards is not None:
-            self._model = Sharded(*common, shards, training.state_tensors, each_steps=each_steps, sums_first=sums_first)
+            self._model = Sharded(
+                *common,
+                shards,
+                training.state_tensors,
+                each_steps=each_steps,
+                sums_first=sums_first,
+                hooked=hooked,
+            )
+            hooked |= self._trainer.gradient_clip_val is not None
         elif self._ranks.size > 1:
             self._model = Replicas(*common, optimizer, training.state_tensors, each_steps=each_steps)
         else:
@@ -227,10 +235,12 @@ class TrainingSession:
         """See the strategy's. What a model says that is not the swarm's does not count."""
         if not self.started:  # Lightning's sanity check: nothing was trained, and no state taken
             return value
-        shares = self._ranks.share(f"swarm_mean {name}", [value, 0 if self.auxiliary else int(samples)])
-        total = sum(share[1] for share in shares)
+        mine = [self._strategy.data_place, value, 0 if self.auxiliary else int(samples)]
+        told = self._ranks.share(f"swarm_mean {name}", mine)
+        shares = list({place: (mean, count) for place, mean, count in told}.values())
+        total = sum(count for _, count in shares)
         if len(shares) > 1 and total:
-            value = sum(share[0] * share[1] for share in shares if share[1]) / total
+            value = sum(mean * count for mean, count in shares if count) / total
         return self.engine.swarm_mean(name, value, total)
 
     def batch_weight(self, samples: int) -> float:
@@ -383,16 +393,3 @@ class TrainingSession:
 
     def _should_abort(self) -> bool:
         return self._sigterm.came or bool(getattr(self._trainer, "received_sigterm", False))
-
-    def _schema(self, optimizer: torch.optim.Optimizer, shards: Shards | None) -> list[str]:
-        parameters, names = parameters_of(optimizer), names_of(self._module)
-        shapes = [p.shape for p in parameters] if shards is None else shards.shapes
-        dtypes = [p.dtype for p in parameters] if shards is None else shards.dtypes
-        lines = [f"optimizer {type(optimizer).__name__ if shards is None else shards.kind}"]
-        lines += [
-            f"{names.get(id(p), '?')} {tuple(shape)} {dtype}{'' if p.requires_grad else ' frozen'}"
-            for p, shape, dtype in zip(parameters, shapes, dtypes, strict=True)
-        ]
-        others = {"extra_tensors": self._strategy.extra_tensors, "buffers": self._buffers.tensors}
-        sizes = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in others.items()}
-        return lines + [f"{name}, {size} values" for name, size in sizes.items() if size]

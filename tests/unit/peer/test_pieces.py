@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_hivemind.peer import pieces
 from lightning_hivemind.peer.pieces import Piece, Pieces, interval
-from unit.two_ranks import of_both
+from unit.two_ranks import Told, of_both
 
 #: by rank, of each of the parameters below: rows, an interval across rows, nothing at one of them, and all at both
 MINE = [
@@ -20,18 +19,6 @@ MINE = [
 ]
 SHAPES = [(5, 3), (5, 3), (4,), (2, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
-
-
-class Told:
-    """Ranks that share by torch.distributed."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.size, self.leads = rank, 2, rank == 0
-
-    def share(self, what: str, value: Any) -> list[Any]:
-        found: list[Any] = [None, None]
-        dist.all_gather_object(found, value)
-        return found
 
 
 def values() -> list[torch.Tensor]:

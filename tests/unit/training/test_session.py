@@ -215,14 +215,6 @@ def test_schedulers_stand_where_the_global_step_says_before_the_first_batch(load
     assert optimizer.param_groups[0]["lr"] == 0.5**10
 
 
-def test_the_schema_names_each_parameter_with_its_shape_and_dtype() -> None:
-    session, _, model = make_session()
-    optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    assert session._schema(optimizer, None) == ["optimizer SGD", "weight (2,) torch.float32"]
-    model.weight.requires_grad_(False)
-    assert session._schema(optimizer, None)[1:] == ["weight (2,) torch.float32 frozen"]
-
-
 def test_the_reason_to_stop_is_logged_where_it_arose(caplog: pytest.LogCaptureFixture) -> None:
     session, _, _ = make_session()
     engine = CountingEngine(epoch=0)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import Changed, PeerTraining, StepOutcome
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
 from lightning_hivemind.engine.native.catching_up import REPORT_S, CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
@@ -73,7 +74,7 @@ class NativeEngine:
             memory=self._memory,
             is_stale=lambda: self._stepper.stale,
         )
-        device = next(p.device for group in self.optimizer.param_groups for p in group["params"])
+        device = training.steps_on or parameters_of(self.optimizer)[0].device
         every = arguments.average_state_every
         self._agreement = Agreement(network.peer_id, kind_of(device), every if every > 1 else EVERY)
         self._records: SwarmRecords | None = None
@@ -295,14 +296,14 @@ class NativeEngine:
         """Where ranks have parameters in parts, which their own steps change: for a round that calls, or is ``due``."""
         pace = self._running().handover.pace
         if self._stepper.stale and (due or pace.wanted):
-            self._stepper.refresh(Changed.PARAMETERS)
+            self._stepper.gathered.refresh(Changed.PARAMETERS)
             pace.wanted = False
             self._running().driver.contributed()  # which joins that round now
 
     def _note_parameters(self) -> None:
         stepper, agreement = self._stepper, self._agreement
         if not stepper.busy and agreement.due(stepper.head):
-            stepper.refresh(Changed.PARAMETERS)
+            stepper.gathered.refresh(Changed.PARAMETERS)
             agreement.note(stepper.head, stepper.common)
 
     def _copy_state(self, known: Snapshot | None) -> Snapshot | None:

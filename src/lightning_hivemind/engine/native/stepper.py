@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_hivemind.engine.base import Changed, PeerTraining
 from lightning_hivemind.engine.groups import over, parameters_of, rates_of, set_rates
 from lightning_hivemind.engine.native.averaged import put_gradients
+from lightning_hivemind.engine.native.gathered import STEPS_CHANGE, Gathered
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.memory import Memory, populate
 from lightning_hivemind.engine.native.moments import Moments
@@ -36,9 +37,6 @@ from lightning_hivemind.engine.native.trail import Decided, Trail, Undone
 from lightning_hivemind.engine.prints import print_of
 from lightning_hivemind.outer import DiLoCo
 
-#: what a step does
-_STEPS_CHANGE = Changed.PARAMETERS | Changed.OPTIMIZER
-
 
 class Stepper:
     """Owns the optimizer that really steps. Its methods are called from the training thread.
@@ -55,7 +53,7 @@ class Stepper:
         statistics: averaged with the gradients, behind them in the flat vector.
         lock: held while any of it changes, and while it is copied.
         trail: to the head whose state the optimizer has.
-        stale: steps of this peer's own have changed parameters since :meth:`refresh`.
+        gathered: what is here of parts that ranks have.
     """
 
     def __init__(
@@ -84,9 +82,7 @@ class Stepper:
         )
         self._moments_changed = Changed.OPTIMIZER if self.statistics.moments else Changed(0)
         training.changed(self._moments_changed)  # made before the first step
-        #: where the optimizer's parameters and state are parts at the ranks of this peer
-        self._gather = training.refresh if self.optimizer is training.optimizer else None
-        self._fresh, self.stale = self._gather is None, False
+        self.gathered = Gathered(training.refresh if self.optimizer is training.optimizer else None, self._changes)
         #: a print of what is given out of the module, while something else may be put there
         self._print: str | None = None
         #: what is part of a state besides, and travels with it
@@ -122,6 +118,11 @@ class Stepper:
         return self._under_way is not None
 
     @property
+    def stale(self) -> bool:
+        """Whether a round cannot have parameters yet, which this peer's own steps have changed."""
+        return self._local and bool(self.gathered.old & Changed.PARAMETERS)
+
+    @property
     def common(self) -> list[Tensor]:
         """What all peers should have at :attr:`head`, to the last bit, but for the optimizer's own state."""
         return [*([] if self._local else parameters_of(self.optimizer)), *self._shared]
@@ -141,15 +142,6 @@ class Stepper:
         with self._a_step():
             self.optimizer.step()
             self._moments.keep()
-            self.stale = self._gather is not None
-
-    def refresh(self, what: Changed) -> None:
-        """Where ranks have the model in parts: the optimizer's parameters, or its state, too, are what these have."""
-        if self._gather is not None:
-            with self._changes():
-                self._gather(what)
-                self._fresh |= what == _STEPS_CHANGE
-                self.stale = False
 
     def step(
         self,
@@ -168,8 +160,7 @@ class Stepper:
         :attr:`.LowRank.carried` after it. ``mine``: of this peer's samples, how many are in it.
         """
         if self._local:
-            if self.stale:
-                self.refresh(Changed.PARAMETERS)
+            self.gathered.refresh(Changed.PARAMETERS)
             with self._changes():
                 self.statistics.step(average, head.epoch, counted)
                 self._training.advance_schedulers(head.epoch)
@@ -210,10 +201,11 @@ class Stepper:
 
     def begin(self) -> None:
         """With what the model has now: hooks may have put it there since the optimizer was made."""
+        if self.optimizer is not self._training.optimizer and self._training.refresh is not None:
+            self._training.refresh(Changed.PARAMETERS)
+        self.gathered.stepped()
+        self.gathered.fetch()
         with self._changes():
-            if self._training.refresh is not None:
-                self._training.refresh(_STEPS_CHANGE)
-                self._fresh, self.stale = True, False
             self._rebase()
             if self._outer is not None:
                 self._outer.load(self._loaded, self.statistics.base)
@@ -271,10 +263,10 @@ class Stepper:
 
         def take() -> State | Snapshot | None:
             if not self._is_right(known):
-                self.refresh(_STEPS_CHANGE)
+                self.gathered.refresh(STEPS_CHANGE)
             return self._take(known, memory)
 
-        taken = self._take(known, memory) if self._fresh else in_training(take)
+        taken = in_training(take) if self.gathered.old else self._take(known, memory)
         if taken is None or isinstance(taken, Snapshot):
             return taken
         states, found = self._states, taken.described()  # takes a while, and needs no lock
@@ -284,7 +276,7 @@ class Stepper:
 
     def _take(self, known: Snapshot | None, memory: Tensor | None) -> State | Snapshot | None:
         with self.lock:
-            if self._stepping or not self._fresh or not self.is_untouched():
+            if self._stepping or self.gathered.old or not self.is_untouched():
                 return None
             if known is not None and self._is_right(known):
                 known.content.wanted = True
@@ -296,8 +288,7 @@ class Stepper:
 
     def leave(self) -> None:
         """Other values may be put into the module now, until :meth:`back`: what somebody fetches is copied."""
-        if not self._fresh:  # else who joins would wait for the next batch
-            self.refresh(_STEPS_CHANGE)
+        self.gathered.fetch()  # else who joins would wait for the next batch
         with self.lock:
             if self.optimizer is self._training.optimizer:  # else what is given lies elsewhere
                 self._change_given()
@@ -343,7 +334,7 @@ class Stepper:
         with self._changes():
             rates = rates_of(self.optimizer)
             install(description, memory, self.optimizer, self._shared, self.statistics.own)
-            self._fresh, self.stale = True, False
+            self.gathered.known()
             self._states += 1
             self._moments.keep()
             theirs = rates_of(self.optimizer)
@@ -382,7 +373,7 @@ class Stepper:
         """Parameters are those of a head again once it has ended, not if it raises."""
         with self._changes():
             self._stepping = True
-            self._fresh = self._gather is None
+            self.gathered.stepped()
             yield
             self._stepping = False
 

@@ -1,0 +1,168 @@
+"""Peers that have the model in parts, with what users do besides: other precisions, optimizers, ways to save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.harness import Swarm
+from swarm.kinds import KINDS, peer_of
+from swarm.replay import distance
+from swarm.spec import PeerSpec
+
+pytestmark = pytest.mark.swarm
+ADAMW = {"optimizer": "adamw", "lr": 0.01}
+
+
+@pytest.fixture
+def engine() -> str:
+    return "native"
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "fsdp wrapped", "zero 2", "zero 3"])
+def test_what_the_optimizer_does_not_have_stays_where_it_is(swarm: Swarm, name: str) -> None:
+    """As with adapters: what is not trained is in parts, too."""
+    model = {**ADAMW, "unreached": True, "frozen": True}
+    peers = swarm.start(
+        2, peers=[peer_of(name, model=model), {"delay_s": 0.01, "model": model}], trainer={"max_steps": 6}
+    )
+    swarm.finish(timeout_s=120)
+    ends = [one.said("finished")[0]["digest"] for one in peers]
+    assert ends[0] == ends[1] != peers[0].commits[0].digest
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp", "zero 3"])
+def test_one_rank_may_be_all_there_is(swarm: Swarm, name: str) -> None:
+    one = {**peer_of(name, model=ADAMW), "ranks": 1}
+    one["strategy_code"] = {"local_strategy": KINDS[name]["code"].replace("size=2", "size=1")}
+    peers = swarm.start(2, peers=[one, {"delay_s": 0.01, "model": ADAMW}], trainer={"max_steps": 6})
+    swarm.finish(timeout_s=120)
+    ends = [one.said("finished")[0]["digest"] for one in peers]
+    assert ends[0] == ends[1] != peers[0].commits[0].digest
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp wrapped", "zero 3"])
+def test_in_bfloat16_it_is_lightnings_own_strategy_bit_for_bit(swarm: Swarm, name: str) -> None:
+    common: dict[str, Any] = {
+        "env": {"PL_GLOBAL_SEED": "7"},
+        "trainer": {"max_steps": 10, "precision": "bf16-mixed"},
+    }
+    made = peer_of(name, model=ADAMW)
+    (peer,) = swarm.start(1, together=False, strategy={"target_batch_size": 16}, **common, **made)
+    del made["strategy_code"]
+    plain = swarm.plain(trainer_code={"strategy": KINDS[name]["plain"]}, **common, **made)
+    swarm.finish()
+    assert [one.digest for one in peer.commits.values()] == [one.digest for one in plain.commits.values()]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp wrapped", "zero 3"])
+def test_in_bfloat16_it_stays_equal_to_a_plain_peer_with_its_buffers(swarm: Swarm, name: str) -> None:
+    # (DeepSpeed's BatchNorm in bfloat16 is none that torch evaluates on a CPU)
+    common: dict[str, Any] = {"model": {**ADAMW, "norm": name != "zero 3"}}
+    precise = {"max_steps": 6, "precision": "bf16-mixed"}
+    peers = swarm.start(
+        2,
+        peers=[peer_of(name, model=common["model"]), {"delay_s": 0.01, **common}],
+        trainer=precise,
+    )
+    swarm.finish(timeout_s=120)
+    ends = [torch.from_numpy(one.parameters(-1)) for one in peers]
+    if name == "zero 3":  # whose parameters are what is made of float32 ones
+        ends[1] = ends[1].bfloat16().double()
+    assert torch.equal(*ends)
+    assert distance(peers[1].parameters(-1), peers[1].parameters(0)) > 1e-2
+
+
+def test_a_checkpoint_has_the_step_that_was_under_way(swarm: Swarm) -> None:
+    """With delay_optimizer_step: the weights of the epoch that it names, at every rank."""
+    saved = str(swarm.folder / "some.ckpt")
+    strategy = {"target_batch_size": 16, "delay_state_averaging": True, "delay_optimizer_step": True}
+    common: dict[str, Any] = {"together": False, "env": {"PL_GLOBAL_SEED": "7"}, "strategy": strategy}
+    one = peer_of("fsdp2", model=ADAMW)
+    code = {"callbacks": f"[CheckpointAtBatch(6, {saved!r})]"}
+    (peer,) = swarm.start(1, trainer={"max_steps": 12}, trainer_code=code, **common, **one)
+    swarm.finish(peer)
+    checkpoint = torch.load(saved, weights_only=False)
+    steps = checkpoint["lightning_hivemind"]["epoch"]
+    assert 3 <= steps <= 6
+    (other,) = swarm.start(1, trainer={"max_steps": steps}, **common, **one)
+    swarm.finish(other)
+    weights = torch.cat([one.double().flatten() for one in checkpoint["state_dict"].values()]).numpy()
+    assert distance(weights, other.parameters(-1)) == 0.0
+
+
+def test_an_optimizer_whose_state_no_part_has_trains_and_says_so(swarm: Swarm) -> None:
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"target_batch_size": 16},
+        trainer={"max_steps": 6, "val_check_interval": 2},
+        **peer_of("fsdp", model={"optimizer": "counting", "lr": 0.01}),
+    )
+    swarm.finish()
+    assert sorted(peer.commits) == list(range(7))
+    assert len(peer.said("validated")) >= 3
+    assert "Counting keeps 'counts' of shape (3,)" in peer.output
+
+
+def test_full_weights_of_deepspeed_are_loaded_with_the_rest(swarm: Swarm) -> None:
+    saved = str(swarm.folder / "half.ckpt")
+    common: dict[str, Any] = {"together": False, "env": {"PL_GLOBAL_SEED": "7"}, "data_samples": 16}
+    common |= {"strategy": {"target_batch_size": 16}}
+    one = peer_of("zero 3", model=ADAMW)
+    (half,) = swarm.start(1, trainer={"max_steps": 4}, free={"save_to": saved}, **common, **one)
+    swarm.finish(half)
+    assert Path(saved).is_file()
+    one["strategy_code"] = {"local_strategy": "pl.strategies.DeepSpeedStrategy(stage=3, load_full_weights=True)"}
+    (rest,) = swarm.start(1, trainer={"max_steps": 8}, ckpt_path=saved, **common, **one)
+    swarm.finish(rest)
+    assert rest.commits[4].digest == half.commits[4].digest
+    assert sorted(rest.commits) == [4, 5, 6, 7, 8]
+
+
+def test_ranks_that_share_a_batch_count_once_in_a_mean_over_the_swarm(swarm: Swarm) -> None:
+    peers = swarm.start(
+        2,
+        peers=[
+            peer_of("tensor", free={"metric": [[2.0, 8], [2.0, 8]]}),
+            {"delay_s": 0.01, "free": {"metric": [5.0, 8]}},
+        ],
+        trainer={"max_steps": 12},
+        delay_s=0.2,
+    )
+    swarm.finish(timeout_s=120)
+    for peer in peers:
+        assert peer.said("metric")[-1]["value"] == pytest.approx(3.5)
+
+
+REFUSED = {
+    "ratio": (
+        "DeepSpeedStrategy(config={'zero_optimization': {'stage': 3, 'offload_optimizer':"
+        " {'device': 'cpu', 'ratio': 0.5}}})",
+        {},
+        "ratio of 0.5",
+    ),
+    "own format": (
+        "FSDPStrategy(state_dict_type='sharded')",
+        {"portable_checkpoints": False, "offload_optimizer": True},
+        "Leave one of them away",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_before_it_begins(swarm: Swarm, name: str) -> None:
+    code, strategy, says = REFUSED[name]
+    local = {"local_strategy": f"pl.strategies.{code}"}
+    peer = swarm.launch(
+        PeerSpec(ranks=2, strategy_code=local, strategy={"initial_peers": [], "target_batch_size": 16, **strategy})
+    )
+    peer.wait_exit(code=None)
+    assert peer.exit_code != 0
+    for one in (peer, peer.of_rank(1)):
+        (raised,) = one.said("raised")
+        assert raised["kind"] == "ArgumentError"
+        assert says in raised["text"]

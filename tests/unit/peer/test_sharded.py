@@ -1,0 +1,107 @@
+"""A model in parts at two ranks: what is done together."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_hivemind.errors import RanksError
+from lightning_hivemind.peer import portable
+from lightning_hivemind.peer.sharded import Sharded
+from lightning_hivemind.peer.shards import DistributedTensors
+from unit.two_ranks import Told, of_both
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = torch.nn.Linear(3, 4)
+        self.told: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"words": 7}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
+def made(rank: int, group: Any, *, sums_first: bool = True) -> tuple[Sharded, Model]:
+    model = Model()
+    fully_shard(model.layer, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ranks: Any = Told(rank)
+    shards = DistributedTensors(optimizer, model, model)
+    return Sharded(ranks, group, shards, [], each_steps=True, sums_first=sums_first, hooked=False), model
+
+
+def clipped(rank: int, group: Any) -> Any:
+    """By a gradient of each rank's own, of ten times its loss."""
+    sharded, model = made(rank, group, sums_first=False)
+    torch.manual_seed(6)
+    (10 * model.layer(torch.randn(5, 3))).square().mean().backward()
+    sharded.clip_by_norm(0.5)
+    return [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+
+
+def test_the_norm_of_what_ranks_have_in_parts_is_that_of_the_whole() -> None:
+    model = Model()
+    torch.manual_seed(6)
+    (10 * model.layer(torch.randn(5, 3))).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    for found in of_both(clipped):
+        for one, expected in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(one, expected.grad)
+
+
+def failing(rank: int, group: Any) -> Any:
+    sharded, _ = made(rank, group)
+    try:
+        sharded.at_rank_0(lambda: json.loads("{"))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing"
+
+
+def test_what_fails_at_rank_0_fails_at_all() -> None:
+    (first, _), (second, text) = of_both(failing)
+    assert first == "JSONDecodeError"
+    assert second == RanksError.__name__
+    assert "JSONDecodeError" in text
+
+
+def loaded(rank: int, group: Any) -> Any:
+    sharded, model = made(rank, group)
+    state = portable.state_dict(sharded)
+    names = list(state)
+    given = {"layer._orig_mod.weight" if name == "layer.weight" else name: one for name, one in state.items()}
+    given |= {name: 2 * one for name, one in given.items() if isinstance(one, torch.Tensor)}
+    portable.load_state_dict(sharded, given if rank == 0 else None, strict=True)
+    return names, model.told, [p.full_tensor() for p in model.parameters()]  # type: ignore[operator]
+
+
+def test_all_that_a_module_keeps_is_loaded_at_each_rank_whether_it_was_compiled_or_not() -> None:
+    model = Model()
+    (names, *first), (_, *second) = of_both(loaded)
+    assert names == ["layer.weight", "layer.bias", "_extra_state"]
+    for told, found in (first, second):
+        assert told == {"words": 7}
+        assert all(torch.equal(one, 2 * p) for one, p in zip(found, model.parameters(), strict=True))
+
+
+def added(rank: int, group: Any) -> Any:
+    sharded, _ = made(rank, group)
+    sharded.local.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    try:
+        sharded.gather_gradients()
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_parameters_that_are_added_later_are_refused() -> None:
+    assert all("added to the optimizer during the fit" in one for one in of_both(added))
