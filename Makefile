@@ -12,7 +12,7 @@ THREADS = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 CODE = $(wildcard src tests examples benchmarks scripts docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full hostile check bench docs build format clean
+.PHONY: help demo test test-full hostile gpu-check check bench docs build format clean
 
 help: ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ hostile: ## random faults, lies and broken frames, SEEDS=first:last of each; 10,
 	SEEDS=$(SEEDS) $(THREADS) $(VENV)/bin/python -m pytest -q -n $(WORKERS) tests/unit/protocol/test_hostile.py \
 		tests/unit/protocol/test_every_message.py tests/unit/protocol/test_liar.py \
 		tests/unit/protocol/test_state_machine.py tests/unit/protocol/test_waiting.py tests/unit/native/test_fuzz.py $(ARGS)
+
+gpu-check: ## what needs a GPU, by PYTHON=/path/to/python with torch for CUDA; without one: what remains unmeasured
+	$(THREADS) $(PYTHON) scripts/gpu_check.py $(ARGS)
 
 check: ## ruff and mypy
 	@$(SETUP) test dev

@@ -121,6 +121,10 @@ def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torc
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
     if name == "counting":
         return Counting(parameters, lr=lr)
+    if name == "deepspeed adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(parameters, lr=lr, weight_decay=0.01)  # type: ignore[no-any-return]
     if name == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=lr)
     if name == "momentum":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -240,7 +241,9 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
         strategy.events.subscribe(ledger.on_event)
         measure_leaving(strategy, recorder)
     trainer = make_trainer(spec, pl, strategy, recorder, ledger)
-    model = make_model(pl, **spec.model)
+    empty = trainer.init_module(empty_init=True) if spec.free.get("empty_init") else contextlib.nullcontext()
+    with empty:
+        model = make_model(pl, **spec.model)
     model.before_batch = BeforeBatch(spec, trainer, strategy, recorder, ledger)
     loader = make_loader(spec.data_samples, spec.batch_size, spec.order_seed)
     validation = make_loader(32, 32, None)
@@ -248,6 +251,9 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
     save_parameters(spec, model, -1)
     if spec.free.get("save_to"):
         trainer.save_checkpoint(spec.free["save_to"])
+    if spec.free.get("tests"):
+        (result,) = trainer.test(model, make_loader(32, 8, None), ckpt_path=spec.free["save_to"], verbose=False)
+        recorder.write("tested", digest=digest_of(wholes(model)), **result)
     recorder.write("finished", **summary(trainer, strategy, model))
     return trainer, model
 

@@ -121,20 +121,21 @@ def evaluate(spec: PeerSpec) -> None:
     """Load a checkpoint for test and predict."""
     from swarm.models import make_loader, make_model
     from swarm.peer_main import digest_of, make_strategy, packages
+    from swarm.wholes import wholes
 
     pl = packages(spec)
     recorder = Recorder(spec)
     strategy = {} if spec.strategy is None else {"strategy": make_strategy(spec, pl)}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", devices=spec.ranks, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **strategy,
     )  # fmt: skip
-    model, loader = make_model(pl, seed=3), make_loader(32, 8, None)
+    model, loader = make_model(pl, seed=3, **spec.model), make_loader(32, 8, None)
     if strategy:
         strategy["strategy"].events.subscribe(lambda event: recorder.write(type(event).__name__))
     (result,) = trainer.test(model, loader, ckpt_path=spec.free["checkpoint"], verbose=False)
     predictions = trainer.predict(model, loader, ckpt_path=spec.free["checkpoint"])
-    recorder.write("evaluated", digest=digest_of(model.named_parameters()), predictions=len(predictions), **result)
+    recorder.write("evaluated", digest=digest_of(wholes(model)), predictions=len(predictions), **result)
 
 
 def handlers(spec: PeerSpec) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,14 @@ import pytest
 import torch
 
 from swarm.harness import Swarm
-from swarm.kinds import KINDS, peer_of
-from swarm.replay import distance
-from swarm.spec import PeerSpec
+from swarm.kinds import KINDS, end_after, peer_of, same_digests
+from swarm.replay import distance, replay
+from swarm.spec import ENDLESS, PeerSpec
 
 pytestmark = pytest.mark.swarm
 ADAMW = {"optimizer": "adamw", "lr": 0.01}
+#: in `make test-full`: DeepSpeed compiles its Adam, which takes two minutes
+FULL = "hivemind" in os.environ.get("ENGINES", "")
 
 
 @pytest.fixture
@@ -166,3 +171,69 @@ def test_what_cannot_be_is_refused_before_it_begins(swarm: Swarm, name: str) -> 
         (raised,) = one.said("raised")
         assert raised["kind"] == "ArgumentError"
         assert says in raised["text"]
+
+
+@pytest.mark.parametrize("name", ["plain", "fsdp2", "fsdp", "zero 3"])
+def test_who_joins_needs_no_values_of_its_own(swarm: Swarm, name: str) -> None:
+    """``trainer.init_module(empty_init=True)``: without memory on the meta device, or with whatever lies there."""
+    common: dict[str, Any] = {"trainer": ENDLESS, "together": False, "delay_s": 0.05}
+    (first,) = swarm.start(1, model=ADAMW, **common)
+    first.wait_epoch(3)
+    one = {"model": ADAMW} if name == "plain" else peer_of(name, model=ADAMW)
+    (second,) = swarm.start(1, order_seed=1, free={"empty_init": True}, **common, **one)
+    end_after([first, second], 6)
+    assert second.said("StateLoaded")
+    assert len([step for step in same_digests([first, second]) if step > 3]) > 3
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp wrapped", "zero 2", "zero 3"])
+def test_what_was_saved_is_tested_and_predicts(swarm: Swarm, name: str) -> None:
+    """By the Trainer that has trained it, and by another one, which needs no network."""
+    saved, one = str(swarm.folder / "saved.ckpt"), peer_of(name, model=ADAMW)
+    (peer,) = swarm.start(1, together=False, trainer={"max_steps": 4}, free={"save_to": saved, "tests": True}, **one)
+    swarm.finish(peer)
+    (tested,) = peer.said("tested")
+    assert tested["digest"] == peer.said("finished")[0]["digest"]
+    reader = swarm.launch(
+        PeerSpec(scenario="swarm.scenarios:evaluate", strategy={}, free={"checkpoint": saved}, **one), name="reader"
+    )
+    found = reader.wait_for("evaluated", timeout_s=90)
+    reader.wait_exit()
+    assert found["digest"] == tested["digest"]
+    assert found["test_loss"] == pytest.approx(tested["test_loss"])
+    assert found["predictions"] == 2, "of each rank"
+    assert not reader.said("PeerStarted")
+
+
+@pytest.fixture(scope="module")
+def deepspeeds_adam(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Compiled once, here, where nobody kills the compiler; the environment in which it is found."""
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of ninja
+    env = {"PATH": paths, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("extensions"))}
+    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True, timeout=600)
+    return env
+
+
+@pytest.mark.skipif(not FULL, reason="compiles for two minutes: make test-full")
+@pytest.mark.parametrize("name", ["deepspeed_stage_2_offload", "deepspeed_stage_3_offload"])
+def test_deepspeeds_own_adam_makes_the_steps_of_torchs(
+    swarm: Swarm, deepspeeds_adam: dict[str, str], name: str
+) -> None:
+    """Together with a plain peer; and who joins takes over its moments."""
+    strategy, model = {"local_strategy": repr(name)}, {"optimizer": "deepspeed adam", "lr": 0.01}
+    first = {"ranks": 2, "strategy_code": strategy, "model": model, "env": deepspeeds_adam}
+    peers = swarm.start(2, peers=[first, {"delay_s": 0.01, "model": ADAMW}], trainer={"max_steps": 50})
+    swarm.finish(timeout_s=180)
+    expected = replay(peers, 50)[50]
+    assert max(distance(one.parameters(50), expected) for one in peers) < 1e-5, "but not to the last bit"
+    common: dict[str, Any] = {"trainer": ENDLESS, "together": False, "delay_s": 0.05}
+    for one, other in ((first, {"model": ADAMW}), ({"model": ADAMW}, first)):
+        (there,) = swarm.start(1, **common, **one)
+        there.wait_epoch(5)
+        (joiner,) = swarm.start(1, order_seed=1, **common, **other)
+        end_after([there, joiner], 6)
+        assert joiner.said("StateLoaded")
+        last = max(set(there.commits) & set(joiner.commits))
+        assert distance(there.parameters(last), joiner.parameters(last)) < 1e-4
+        assert not joiner.said("ParametersDiffered")

@@ -13,15 +13,13 @@ def in_parts(model: Any) -> bool:
     """Whether no rank has all of it: then :func:`wholes` is a collective of all ranks."""
     if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters()):
         return True
-    return isinstance(_wrapped(model), FullyShardedDataParallel) or any(
-        isinstance(p, DTensor) for p in model.parameters()
-    )
+    return _has_fsdp(_wrapped(model)) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def wholes(model: Any) -> list[tuple[str, Tensor]]:
     """Names, as of the plain model, and values, in its order."""
     wrapped = _wrapped(model)
-    if isinstance(wrapped, FullyShardedDataParallel):
+    if _has_fsdp(wrapped):
         with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
             return [(plain(name), p.detach().clone()) for name, p in model.named_parameters()]
     parameters = list(model.parameters())
@@ -42,6 +40,10 @@ def wholes(model: Any) -> list[tuple[str, Tensor]]:
 def plain(name: str) -> str:
     """Without what its modules are wrapped into."""
     return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _has_fsdp(model: Any) -> bool:
+    return any(isinstance(one, FullyShardedDataParallel) for one in model.modules())
 
 
 def _wrapped(model: Any) -> Any:

@@ -31,6 +31,7 @@ ROWS = [
     {"strategy"},
     {"registry"},
     {"simulation"},
+    {"advice"},  # above simulation: a codec's bytes are those that it forecasts with
     {"cli"},
 ]
 HEIGHT = {room: height for height, row in enumerate(ROWS) for room in row}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from lightning_hivemind._version import __version__
-from lightning_hivemind.cli import collate, simulate
+from lightning_hivemind.cli import advise, collate, simulate
 from lightning_hivemind.errors import ArgumentError
 
 WRONG_ARGUMENTS, INTERRUPTED = 2, 130
@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-hivemind", description="Tools around training in a swarm.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    advise.add_to(commands)
     simulate.add_to(commands)
     collate.add_to(commands)
     given = parser.parse_args(arguments)

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from lightning_hivemind.cli.numbers import bytes_of, count
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.simulation.forecast import Forecast, forecast
 from lightning_hivemind.simulation.profiles import PROFILES
@@ -31,14 +32,14 @@ def add_to(commands: Any) -> None:
     )
     default = Scenario(peers=2)
     add = parser.add_argument
-    add("--peers", type=_count, required=True, help="how many take part")
+    add("--peers", type=count, required=True, help="how many take part")
     add("--profile", default=default.profile, help=f"their lines: {', '.join(PROFILES)} (%(default)s)")
-    add("--parameters", type=_count, default=default.parameters, help="values that are averaged, as 50e6 (%(default)s)")
+    add("--parameters", type=count, default=default.parameters, help="values that are averaged, as 50e6 (%(default)s)")
     add("--codec", default=default.codec, help=f"{', '.join(CODECS)} (%(default)s)")
     add("--batch-seconds", type=float, default=default.batch_s, help="of a peer of middle speed (%(default)s)")
-    add("--batch-samples", type=_count, default=default.batch_samples, help="samples of a batch (%(default)s)")
-    add("--target-batch-size", type=_count, help="samples of a global step (one batch of every peer)")
-    add("--steps", type=_count, default=default.steps, help="to be measured (%(default)s)")
+    add("--batch-samples", type=count, default=default.batch_samples, help="samples of a batch (%(default)s)")
+    add("--target-batch-size", type=count, help="samples of a global step (one batch of every peer)")
+    add("--steps", type=count, default=default.steps, help="to be measured (%(default)s)")
     add(
         "--churn", type=float, default=default.churn_per_min, help="peers killed and restarted per minute (%(default)s)"
     )
@@ -92,14 +93,14 @@ def table(scenario: Scenario, found: Forecast, took_s: float) -> str:
     """What a person reads."""
     rows = [
         ("swarm", f"{found.peers} peers, {scenario.profile}; {found.reducers} can be dialled and reduce"),
-        ("gradient", f"{scenario.parameters:,} values, {_bytes(found.encoded_bytes)}, {found.chunks} chunks"),
+        ("gradient", f"{scenario.parameters:,} values, {bytes_of(found.encoded_bytes)}, {found.chunks} chunks"),
         ("global steps", f"{found.steps} of {scenario.steps}, in {found.simulated_s:.1f} s"),
         ("seconds per step", f"median {_seconds(found.step_s_median)}, 95th percentile {_seconds(found.step_s_p95)}"),
         ("sent per peer and step", _mean_and_largest(found.sent_bytes_mean, found.sent_bytes_largest)),
         ("received per peer and step", _mean_and_largest(found.received_bytes_mean, found.received_bytes_largest)),
         (
             "coordinator per step",
-            f"{found.coordinator_messages:,.0f} messages, {_bytes(found.coordinator_message_bytes)}",
+            f"{found.coordinator_messages:,.0f} messages, {bytes_of(found.coordinator_message_bytes)}",
         ),
         ("peers in a round", f"{found.members:.1f}"),
         ("rounds with all called", "-" if found.full_rounds is None else f"{found.full_rounds:.0%}"),
@@ -125,27 +126,8 @@ def table(scenario: Scenario, found: Forecast, took_s: float) -> str:
 
 
 def _mean_and_largest(mean: float, largest: float) -> str:
-    return f"mean {_bytes(mean)}, largest {_bytes(largest)}"
+    return f"mean {bytes_of(mean)}, largest {bytes_of(largest)}"
 
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.1f} {unit}" if unit != "B" else f"{value:.0f} B"
-        value /= 1000
-    return f"{value:,.2f} GB"
-
-
-def _count(text: str) -> int:
-    """A whole number, also as 50e6."""
-    value = float(text)
-    if not value.is_integer():  # nor are "inf" and "nan"
-        raise ValueError(text)
-    return int(value)
-
-
-_count.__name__ = "whole number"  # argparse says: invalid whole number value

@@ -66,6 +66,7 @@ class PeerTraining:
         refresh: ``callable(what)``, called from the training thread: brings the parameters of ``optimizer``, or its
             state, too, up to date, where ranks have them in parts. None: they always are.
         steps_on: the device on which ``optimizer`` steps, where its parameters are elsewhere.
+        steps_by: what else the last bits of its steps depend on, beside torch.
         outside: of the module's parameters that are not the optimizer's, a name and a digest of all: a warning tells of
             peers with another one. Empty if there are none.
     """
@@ -84,6 +85,7 @@ class PeerTraining:
     changed: Callable[[Changed], None] = lambda what: None
     refresh: Callable[[Changed], None] | None = None
     steps_on: torch.device | None = None
+    steps_by: str = ""
     outside: tuple[str, str] = ("", "")
 
     @property

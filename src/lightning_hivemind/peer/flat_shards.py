@@ -78,10 +78,11 @@ class FlatShards(Shards):
         return room
 
     def _reshard(self) -> None:
-        """Also what stays together after it was only evaluated."""
+        """Also what stays together after it was only evaluated, which would not see what is written."""
         for one in self._wrapped:
             handle = one._handle
-            if handle is not None and handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+            gathered = handle is not None and getattr(handle.flat_param, "_full_param_padded", None) is not None
+            if handle is not None and gathered and handle.uses_sharded_strategy and not handle.needs_unshard():
                 _reshard(one, handle, True)
 
 

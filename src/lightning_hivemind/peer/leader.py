@@ -49,6 +49,7 @@ class LeadingEngine:
             changed=self._note,
             refresh=self._refresh if model.in_parts else None,
             steps_on=model.steps_on,
+            steps_by=model.steps_by,
         )
         self._engine = make(wrapped)
         self.optimizer = self._engine.optimizer

@@ -31,6 +31,8 @@ class PeerModel(ABC):
     in_parts = False
     #: where the ranks' optimizers step, if not where the parameters of :attr:`optimizer` are
     steps_on: torch.device | None = None
+    #: see :attr:`.PeerTraining.steps_by`
+    steps_by = ""
     optimizer: torch.optim.Optimizer
 
     def __init__(

@@ -90,6 +90,7 @@ class Sharded(PeerModel):
             ]
             self.optimizer = WholeOptimizer(shards.optimizer, self._whole)
             self.steps_on = self._values()[0].device if each_steps else None
+            self.steps_by = shards.steps_by
         self.refresh(Changed.PARAMETERS)
 
     def batch_gradients(self) -> list[Tensor]:

@@ -57,6 +57,11 @@ class Shards(ABC):
         """Of the optimizer: the class's name, equal at all peers."""
         return type(self.optimizer).__name__
 
+    @property
+    def steps_by(self) -> str:
+        """See :attr:`.PeerTraining.steps_by`."""
+        return ""
+
     @abstractmethod
     def values(self) -> list[Tensor]:
         """The pieces themselves: what is written there is the model's, after :meth:`written`."""

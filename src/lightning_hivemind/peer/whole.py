@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,26 @@ from torch import Tensor
 
 
 class GroupView(dict[str, Any]):
-    """One group of an optimizer: reads as it, over other parameters, and writes through."""
+    """One group of an optimizer: reads as it, over other parameters, and writes through.
 
-    def __init__(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        super().__init__({**group, "params": list(parameters)})
+    ``hidden`` settings are left out, and those of ``besides`` are only here.
+    """
+
+    def __init__(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[Tensor],
+        hidden: Collection[str] = (),
+        besides: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._besides = {name: value for name, value in (besides or {}).items() if name not in group}
+        shown = {name: value for name, value in group.items() if name not in hidden}
+        super().__init__({**shown, **self._besides, "params": list(parameters)})
         self._group = group
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
-        if key != "params":
+        if key != "params" and key not in self._besides:
             self._group[key] = value
 
     update = MutableMapping.update  # these write one by one, as above

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hivemind.peer import zero_adam
 from lightning_hivemind.peer.pieces import Piece, interval
 from lightning_hivemind.peer.shards import OfPiece, Shards
 from lightning_hivemind.peer.whole import GroupView, OptimizerView
@@ -28,13 +29,15 @@ class ZeroOptimizer(OptimizerView):
         super().__init__(stage.zero.optimizer, [p for group in groups for p in group])
         self.engine, self.stage, self._groups = engine, stage, groups
         self._given: Callable[[], None] | None = None
+        self.is_deepspeeds_adam = zero_adam.is_deepspeeds_adam(self.inner)
         #: whether the next step's gradients are clipped, which else DeepSpeed does where it is told to
         self.clipped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """(The optimizer inside of DeepSpeed's has flat ones.)"""
-        return [GroupView(group, own) for group, own in zip(self.inner.param_groups, self._groups, strict=True)]
+        seen = (zero_adam.HIDDEN, zero_adam.BESIDES) if self.is_deepspeeds_adam else ()
+        return [GroupView(group, own, *seen) for group, own in zip(self.inner.param_groups, self._groups, strict=True)]
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -98,7 +101,12 @@ class ZeroShards(Shards):
 
     @property
     def kind(self) -> str:
-        return type(self.optimizer.inner).__name__
+        inner = self.optimizer.inner
+        return zero_adam.kind_of(inner) if self.optimizer.is_deepspeeds_adam else type(inner).__name__
+
+    @property
+    def steps_by(self) -> str:
+        return type(self.optimizer.inner).__name__ if self.optimizer.is_deepspeeds_adam else ""
 
     def values(self) -> list[Tensor]:
         flats = self._stage.flats
@@ -134,7 +142,8 @@ class ZeroShards(Shards):
         found: list[dict[str, Any]] = []
         for place in self._places[: self.count]:
             entry = {} if place is None else state.get(flats[place.flat], {})
-            found.append({name: _of(one, flats, place) for name, one in entry.items()})
+            told = {name: _of(one, flats, place) for name, one in entry.items()}
+            found.append(zero_adam.as_torchs(told) if self.optimizer.is_deepspeeds_adam else told)
         return found
 
     def room_for_state(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
@@ -146,7 +155,8 @@ class ZeroShards(Shards):
             for name, value in entry.items():
                 if not isinstance(value, OfPiece):
                     if place is not None:
-                        state[flats[place.flat]][name] = value
+                        own = zero_adam.as_deepspeeds(name, value) if self.optimizer.is_deepspeeds_adam else value
+                        state[flats[place.flat]][name] = own
                     continue
                 if place is None:
                     mine[name] = torch.empty(0, dtype=value.dtype, device="cpu")

@@ -32,7 +32,7 @@ class Model:
     """Whose values are handed out, gathered and stepped on, in this order."""
 
     each_steps = changes_with_statistics = True
-    steps_on = None
+    steps_on, steps_by = None, ""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, in_parts: bool) -> None:
         self.optimizer = self.local = optimizer

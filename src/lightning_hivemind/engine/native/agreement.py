@@ -149,10 +149,13 @@ def digest_of_tensors(tensors: Iterable[Tensor]) -> bytes:
     return found.digest()[:DIGEST_BYTES]
 
 
-def kind_of(device: torch.device) -> str:
-    """Of peers with the same one, equal steps give equal bits: device, instruction set, torch, threads."""
+def kind_of(device: torch.device, steps_by: str = "") -> str:
+    """Of peers with the same one, equal steps give equal bits: device, instruction set, torch, threads.
+
+    ``steps_by``: what makes them, if not torch.
+    """
     if device.type == "cuda":
         here = torch.cuda.get_device_name(device)
     else:
         here = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()} threads"
-    return f"{here}, torch {torch.__version__}"[:MAX_KIND]
+    return f"{steps_by}{' on ' if steps_by else ''}{here}, torch {torch.__version__}"[:MAX_KIND]

@@ -74,9 +74,9 @@ class NativeEngine:
             memory=self._memory,
             is_stale=lambda: self._stepper.stale,
         )
-        device = training.steps_on or parameters_of(self.optimizer)[0].device
+        kind = kind_of(training.steps_on or parameters_of(self.optimizer)[0].device, training.steps_by)
         every = arguments.average_state_every
-        self._agreement = Agreement(network.peer_id, kind_of(device), every if every > 1 else EVERY)
+        self._agreement = Agreement(network.peer_id, kind, every if every > 1 else EVERY)
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None

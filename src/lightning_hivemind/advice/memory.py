@@ -1,0 +1,99 @@
+"""How much memory each way to hold a model takes: of a device, and of the host.
+
+By what is kept: parameters, a gradient, the optimizer's state and, of one batch, what a backward pass needs. What
+libraries take besides is not in it; :data:`ROOM` of a device is left for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_hivemind.advice.model import ModelFacts
+
+#: of a device's memory, for what is used
+ROOM = 0.9
+#: bytes of a gradient, and of what averaging needs in host memory for each trained value: the sum of gradients, what a
+#: round has of it, and its average
+_GRADIENT, _AVERAGING = 4, 12
+#: of a model in parts, at rank 0 besides: whole parameters and a whole gradient
+_WHOLE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """To hold a model.
+
+    Attributes:
+        name: as ``local_strategy`` says it.
+        devices: how many it is spread over.
+        device_bytes, host_bytes: of each device; of the host of rank 0.
+        says: what is special about it.
+    """
+
+    name: str
+    devices: int
+    device_bytes: float
+    host_bytes: float
+    says: str
+
+    def fits(self, memory: float, host_memory: float, *, is_cpu: bool) -> bool:
+        """On such devices; on a CPU all ranks have one memory."""
+        if is_cpu:
+            return self.devices * self.device_bytes + self.host_bytes <= ROOM * host_memory
+        return self.device_bytes <= ROOM * memory and self.host_bytes <= ROOM * host_memory
+
+
+def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
+    """From the simplest to the one that needs least of a device."""
+    gradient, state = _GRADIENT * model.trained, model.state_bytes * model.trained
+    activations = (model.activation_bytes or 0.0) * batch_samples
+    averaging = _AVERAGING * model.trained
+    # whole on the device while it computes: the largest layer, and its gradient
+    layer = 2 * 4 * model.largest
+    in_parts = averaging + _WHOLE * model.trained
+    whole = model.bytes + gradient + state + activations
+    found = [
+        Way(name="auto", devices=1, device_bytes=whole, host_bytes=averaging, says="one device"),
+        Way(
+            name="auto with offload_optimizer=True",
+            devices=1,
+            device_bytes=model.bytes + gradient + activations,
+            host_bytes=averaging + 4 * model.trained + state,
+            says="one device; the optimizer steps in host memory",
+        ),
+    ]
+    if devices > 1:
+        found += [
+            Way(
+                name="auto",
+                devices=devices,
+                device_bytes=whole + gradient,  # its buckets
+                host_bytes=averaging,
+                says="DDP: each device has all of it",
+            ),
+            Way(
+                name="deepspeed_stage_2",
+                devices=devices,
+                device_bytes=model.bytes + gradient / devices + state / devices + 4 * model.trained / devices
+                + activations,
+                host_bytes=in_parts,
+                says="each device has all parameters, and a part of gradients and state",
+            ),
+            Way(
+                name="fsdp",
+                devices=devices,
+                device_bytes=(model.bytes + gradient + state) / devices + layer + activations,
+                host_bytes=in_parts,
+                says="each device has a part of everything (FSDP; FSDP2 and ZeRO-3 alike)",
+            ),
+        ]  # fmt: skip
+    found.append(
+        Way(
+            name="deepspeed_stage_3_offload",
+            devices=devices,
+            device_bytes=layer + activations,
+            host_bytes=in_parts + model.bytes + gradient + state,
+            says="parameters, gradients and state in host memory; slower",
+        )
+    )
+    return found
