@@ -29,6 +29,8 @@ Check = Callable[[str, Any], Any]
 RUN_ID_MAX_CHARS = 100
 #: of samples: such a number is still exact as a float
 MOST_WHOLE = 2**53
+#: connections of NCCL's between two ranks
+MOST_NCCL_SOCKETS = 64
 #: three years, of what is seconds: systems' own limits are not much above
 MOST = 1e8
 
@@ -85,6 +87,29 @@ def fraction(name: str, value: object) -> float:
     if number > 1:
         raise refusal(name, value, "is above 1", "give a number above 0 and at most 1")
     return number
+
+
+def nccl(name: str, value: object) -> dict[str, int | str]:
+    """Names of NCCL's variables, with or without ``NCCL_``, and their values; those without."""
+    fix = 'give a dict, as {"SOCKET_NTHREADS": 2}'
+    if not isinstance(value, Mapping):
+        raise refusal(name, value, f"{kind_of(value)} is not a dict", fix)
+    found: dict[str, int | str] = {}
+    for key, one in value.items():
+        if not isinstance(key, str) or not re.fullmatch("[A-Z][A-Z0-9_]*", key):
+            raise refusal(name, value, f"{key!r} is no name of a variable", fix)
+        if isinstance(one, bool) or not isinstance(one, (int, str)):
+            raise refusal(name, value, f"{one!r} is neither a number nor a text", fix)
+        found[key.removeprefix("NCCL_")] = one
+    sockets = [found.get(one, 1) for one in ("SOCKET_NTHREADS", "NSOCKS_PERTHREAD")]
+    if all(str(one).isdigit() for one in sockets) and math.prod(map(int, sockets)) > MOST_NCCL_SOCKETS:
+        raise refusal(
+            name,
+            value,
+            f"SOCKET_NTHREADS times NSOCKS_PERTHREAD is above {MOST_NCCL_SOCKETS}, which NCCL does not take",
+            "lower one of them",
+        )
+    return found
 
 
 def one_of(*choices: str) -> Check:

@@ -310,6 +310,7 @@ _ONLY_NATIVE: Mapping[str, tuple[Any, str]] = {
     "insecure_lan": (False, "hivemind encrypts everything"),
     "outer": (None, "hivemind's averagers average parameters and nothing else"),
     "local_strategy": ("auto", "hivemind's averagers know peers of one process only"),
+    "nccl": (None, "hivemind's averagers know peers of one process only"),
     "portable_checkpoints": (True, "only models in parts have another format, and hivemind's averagers know none"),
 }
 #: arguments that engine="native" refuses: the values that change nothing, and why others cannot be had.

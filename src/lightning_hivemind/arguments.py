@@ -59,6 +59,11 @@ class Arguments:
     """How this peer trains on its own devices: what ``Trainer(strategy=...)`` would take, a name or a strategy object
     with its options. ``"auto"``: DDP if the Trainer has several devices. Peers of one run may have unlike ones."""
 
+    nccl: Mapping[str, int | str] | None = _argument(None, check.optional(check.nccl))
+    """Variables of NCCL for a peer of several machines, by name, as ``{"NSOCKS_PERTHREAD": 4, "SOCKET_NTHREADS": 2}``:
+    set (with ``NCCL_`` before them) in each rank before it connects to the others, unless they are set already. Set it
+    where the network between the machines of one peer is quicker than one of NCCL's connections."""
+
     portable_checkpoints: bool = _argument(True, check.flag)
     """Of a model in parts (FSDP, FSDP2, DeepSpeed): write one file with whole tensors, as a plain Trainer does, which
     any kind of peer resumes; rank 0 has it in host memory. Set it to False for the directory that Lightning's own

@@ -32,10 +32,10 @@ class FullySharded(InParts):
     def setup_environment(self) -> None:
         mesh = self.kwargs.get("device_mesh")
         if not isinstance(mesh, tuple) or not self._on_cpus:
-            super().setup_environment()  # type: ignore[misc]
+            super().setup_environment()
             return
         del self.kwargs["device_mesh"]  # of which it would make one of GPUs
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         self.kwargs["device_mesh"] = init_device_mesh("cpu", mesh)
 
     @property

@@ -25,7 +25,6 @@ class InParts(SeveralProcesses):
     """
 
     in_parts = True
-    arguments: Any
     lightning_module: Any
     package: str
     #: of the fit, or of the last one

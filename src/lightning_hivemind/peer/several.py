@@ -14,9 +14,15 @@ from lightning_hivemind.peer.shards import Shards
 class SeveralProcesses:
     """Between the swarm's strategy and one of Lightning's for several processes."""
 
+    arguments: Any
     broadcast: Any
     #: whether no rank has the whole model; whether the optimizer cannot be taken into host memory by a swarm
     in_parts = offloads_itself = False
+
+    def setup_environment(self) -> None:
+        for name, value in (self.arguments.nccl or {}).items():
+            os.environ.setdefault(f"NCCL_{name}", str(value))
+        super().setup_environment()  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class ZeroRedundancy(InParts):
     def setup_environment(self) -> None:
         devices = self.parallel_devices or []
         if any(one.type != "cpu" for one in devices):
-            super().setup_environment()  # type: ignore[misc]
+            super().setup_environment()
             return
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # it would compile an all-reduce of its own, and wait for good where somebody was killed while he did

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 pytest.importorskip("hivemind")
 
 from lightning_hivemind import CollaborativeStrategy, HivemindStrategy
+from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.peer.several import SeveralProcesses
 
 
 def made(local_strategy: Any, devices: int = 2, cls: Any = HivemindStrategy, **settings: Any) -> Any:
@@ -104,3 +107,37 @@ def test_an_object_of_the_other_package_is_refused() -> None:
     strategy = HivemindStrategy(target_batch_size=8, initial_peers=[], local_strategy=DDPStrategy())
     with pytest.raises(ArgumentError, match=r"it is of lightning\.pytorch, the Trainer of pytorch_lightning"):
         other.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+
+
+class Base:
+    def setup_environment(self) -> None:
+        self.seen = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+
+
+class Peer(SeveralProcesses, Base):
+    arguments = Arguments.create(8, nccl={"SOCKET_NTHREADS": 2, "NCCL_NSOCKS_PERTHREAD": 4, "DEBUG": "INFO"})
+
+
+def test_variables_of_nccl_are_set_in_each_rank_unless_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Lightning's own strategy makes anything."""
+    for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"):
+        monkeypatch.setenv(name, "")  # so that it is taken away afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    peer = Peer()
+    peer.setup_environment()
+    assert peer.seen == {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "4", "NCCL_DEBUG": "WARN"}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (["SOCKET_NTHREADS"], "is not a dict"),
+        ({"socket": 2}, "no name of a variable"),
+        ({"SOCKET_NTHREADS": True}, "neither a number nor a text"),
+        ({"SOCKET_NTHREADS": 16, "NSOCKS_PERTHREAD": 8}, "above 64"),
+    ],
+)
+def test_what_is_no_variable_of_nccl_is_refused(value: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        Arguments.create(8, nccl=value)
