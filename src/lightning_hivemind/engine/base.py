@@ -161,8 +161,11 @@ class Engine(Protocol):
     def flush(self) -> None:
         """Wait for delayed work and apply it: afterwards the parameters are those of ``epoch``."""
 
-    def before_validation(self) -> None:
-        """As :meth:`flush`. From now on other values may be put into the module's tensors, until the next batch."""
+    def before_validation(self, *, last: bool = False) -> None:
+        """As :meth:`flush`. From now on other values may be put into the module's tensors, until the next batch.
+
+        ``last``: there will be none.
+        """
 
     def shutdown(self, timeout_s: float) -> None:
         """Leave the swarm and stop everything; safe to call twice. Takes at most ``timeout_s``."""

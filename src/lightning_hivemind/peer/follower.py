@@ -40,7 +40,7 @@ class FollowingEngine:
             self._model.gather_gradients()
         return self._follow("step")
 
-    def before_validation(self) -> None:
+    def before_validation(self, *, last: bool = False) -> None:
         self._follow("before_validation")
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:

@@ -75,9 +75,9 @@ class LeadingEngine:
                 self._model.gather_gradients()
             return self._tell("step", self._engine.step(batch_samples, gradient_scale))
 
-    def before_validation(self) -> None:
+    def before_validation(self, *, last: bool = False) -> None:
         with self._ranks.together():
-            self._engine.before_validation()
+            self._engine.before_validation(last=last)
             self._tell("before_validation")
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:

@@ -13,22 +13,25 @@ class FirstToKnow:
 
     Args:
         package: whose Trainer it is.
-        tell: called before each validation, and when training has ended.
+        tell: called before each validation; and with ``last=True`` when training has ended.
         tell_failure: called with what ends the fit, before callbacks save a checkpoint for which ranks wait.
     """
 
     def __init__(
-        self, trainer: Any, package: str, tell: Callable[[], None], tell_failure: Callable[[BaseException], None]
+        self, trainer: Any, package: str, tell: Callable[..., None], tell_failure: Callable[[BaseException], None]
     ) -> None:
         def told(self: Any, trainer: Any, module: Any) -> None:
             tell()
+
+        def ended(self: Any, trainer: Any, module: Any) -> None:
+            tell(last=True)
 
         def failed(self: Any, trainer: Any, module: Any, error: BaseException) -> None:
             tell_failure(error)
 
         base = lightning_module(package, "callbacks").Callback
         self._trainer = trainer
-        hooks = {"on_validation_start": told, "on_train_end": told, "on_exception": failed}
+        hooks = {"on_validation_start": told, "on_train_end": ended, "on_exception": failed}
         self._callback = type("SwarmFirstToKnow", (base,), hooks)()
         trainer.callbacks.insert(0, self._callback)
 

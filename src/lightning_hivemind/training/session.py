@@ -316,10 +316,10 @@ class TrainingSession:
     def flush(self) -> None:
         self.engine.flush()
 
-    def before_validation(self) -> None:
+    def before_validation(self, *, last: bool = False) -> None:
         """Validate the parameters of the last global step, also when they are still under way."""
         if self.started:
-            self.engine.before_validation()
+            self.engine.before_validation(last=last)
 
     def optimizer_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.engine.optimizer.state_dict()

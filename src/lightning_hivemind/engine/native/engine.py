@@ -149,9 +149,9 @@ class NativeEngine:
     def flush(self) -> None:
         self._stepper.settle(wait=True)
 
-    def before_validation(self) -> None:
+    def before_validation(self, *, last: bool = False) -> None:
         self.flush()
-        self._stepper.leave()
+        self._stepper.leave(last=last)
 
     def shutdown(self, timeout_s: float) -> None:
         start = time.monotonic()

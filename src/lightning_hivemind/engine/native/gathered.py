@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,6 +10,8 @@ from contextlib import AbstractContextManager
 from lightning_hivemind.engine.base import Changed
 from lightning_hivemind.errors import StateError
 
+#: what a validation may wait for, in seconds
+MOMENT_S = 2.0
 #: what a step does
 STEPS_CHANGE = Changed.PARAMETERS | Changed.OPTIMIZER
 
@@ -29,6 +32,7 @@ class Gathered:
     ) -> None:
         self._gather, self._changes = gather, changes
         self.old = Changed(0)
+        self._took_s = 0.0
 
     def stepped(self) -> None:
         """The ranks have made a step, or anything may have changed there."""
@@ -48,8 +52,15 @@ class Gathered:
                 self.old &= ~what
 
     def fetch(self) -> None:
-        """All of it, if that can be; else this peer trains on, and who joins must ask another one."""
+        """All of it, for who joins before the next batch; he waits for that where this takes longer than a moment.
+
+        If it cannot be, this peer trains on, and who joins must ask another one.
+        """
+        if self._took_s > MOMENT_S:
+            return
+        began = time.monotonic()
         try:
             self.refresh(STEPS_CHANGE)
         except StateError as error:
             warnings.warn(f"nobody that joins can have a state from this peer: {error}", stacklevel=2)
+        self._took_s = time.monotonic() - began

@@ -286,9 +286,13 @@ class Stepper:
             self._given = weakref.ref(state.content)
             return state
 
-    def leave(self) -> None:
-        """Other values may be put into the module now, until :meth:`back`: what somebody fetches is copied."""
-        self.gathered.fetch()  # else who joins would wait for the next batch
+    def leave(self, *, last: bool = False) -> None:
+        """Other values may be put into the module now, until :meth:`back`: what somebody fetches is copied.
+
+        ``last``: this peer trains no more, and whoever joins asks another one.
+        """
+        if not last:
+            self.gathered.fetch()
         with self.lock:
             if self.optimizer is self._training.optimizer:  # else what is given lies elsewhere
                 self._change_given()

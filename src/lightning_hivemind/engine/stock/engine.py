@@ -138,7 +138,7 @@ class StockEngine:
         if self._session is not None and not self._worker.stuck:  # a checkpoint on the way out must still be possible
             self._in_worker(self._session.finish_background, "delayed work", self._limit_s)
 
-    def before_validation(self) -> None:
+    def before_validation(self, *, last: bool = False) -> None:
         self.flush()
 
     def shutdown(self, timeout_s: float) -> None:
