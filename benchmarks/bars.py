@@ -30,6 +30,7 @@ BENCHMARKS = {
     "demo": "python benchmarks/demo.py",
     "outer": "python benchmarks/outer.py",
     "wrapping": "python benchmarks/wrapping.py",
+    "memory": "python benchmarks/memory.py",
     "soak-calm": "python benchmarks/soak.py --every 0",
     "soak": "python benchmarks/soak.py",
     **{
