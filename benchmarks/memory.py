@@ -24,8 +24,8 @@ from bench_stats import markdown_table
 from memory_peer import PARAMETERS
 
 STEPS, PATIENCE_S = 6, 300.0
-#: by kind: devices, and what is added at rank 0, in bytes per value. Of a round: the sum of gradients, what a
-#: round has of it, and its average; of a model in parts, parameters and a batch's gradient whole, and chunks that arrive
+#: by kind: devices, and what is added at rank 0, in bytes per value. Of a round: the sum of gradients, what a round has
+#: of it, and the average; of a model in parts, it and a gradient of a batch whole, and chunks that arrive
 KINDS = {
     "one device": (1, 12.0),
     "DDP": (2, 12.0),
