@@ -27,7 +27,7 @@ TURNS, BATCHES, PATIENCE_S = 11, 100, 120.0
 #: of the first turn, in which everything happens for the first time, nothing counts
 WARM = 1
 #: by the name of the local strategy: devices
-KINDS = {"one process": ("auto", 1), "DDP, two ranks": ("ddp", 2)}
+KINDS = {"one process": ("auto", 1), "DDP, two ranks": ("ddp", 2), "FSDP2, two ranks": ("fsdp2", 2)}
 LIMIT_MS = 0.5
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from bench_peer import publish
 
@@ -26,6 +28,10 @@ class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(FEATURES, FEATURES)
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = self.layer(batch).square().mean()
@@ -65,7 +71,8 @@ class InTurns(pl.Callback):
 
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    strategy: Any = options.local_strategy
+    local = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    strategy: Any = local if options.local_strategy == "fsdp2" else options.local_strategy
     if options.swarm:
         from lightning_hivemind import HivemindStrategy
 
@@ -74,7 +81,7 @@ def main(options: argparse.Namespace) -> None:
             run_id="wrapping",
             initial_peers=[],
             host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-            local_strategy=options.local_strategy,
+            local_strategy=strategy,
         )
     trainer = pl.Trainer(
         accelerator="cpu",
