@@ -17,6 +17,11 @@ ADAMW = {"optimizer": "adamw", "lr": 0.01}
 WRAP = "auto_wrap_policy={torch.nn.Linear}"
 
 
+@pytest.fixture
+def engine() -> str:
+    return "native"
+
+
 def cell(code: str, gpus: int = 2, parts: str = "", precision: str = "32-true") -> dict[str, Any]:
     return {"code": code, "gpus": gpus, "parts": parts, "precision": precision}
 
