@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 from collections.abc import Callable
@@ -173,7 +172,7 @@ def _sample(model: Any, unknown: list[str]) -> tuple[float | None, float | None]
     counter = FlopCounterMode(display=False)
     try:
         with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-            copy.copy(model)(**inputs) if isinstance(inputs, dict) else model(*inputs)
+            model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     except Exception as error:  # of the user's own code
         unknown.append(f"forward(example_input_array) raised {type(error).__name__} on the meta device: {error}")
         return None, None

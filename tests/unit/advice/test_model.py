@@ -62,6 +62,16 @@ def test_a_sample_is_what_torch_keeps_and_does_for_it() -> None:
     assert facts.flops == 3 * 2 * (8 * 64 + 64 * 2)
 
 
+class Named(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = {"x": torch.zeros(4, 8)}  # type: ignore[assignment]
+
+
+def test_an_example_may_have_names() -> None:
+    assert look_at(Named).flops == look_at(Net).flops
+
+
 def test_what_cannot_be_known_is_said() -> None:
     facts = look_at(Net, {"optimizer": "none", "example": False})
     assert facts.state_bytes == 8
