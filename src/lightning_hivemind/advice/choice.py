@@ -78,7 +78,7 @@ def advise(here: Situation) -> Advice:
     how = _collaboration(here, way.devices if way is not None else machine.devices, offloads=_offloads(way))
     if how["inner_steps"] and way is not None and "offload_optimizer" in way.name:  # inner steps are made on the device
         way = next((one for one in fitting if "offload_optimizer" not in one.name), None)
-    arguments, reasons = [f"target_batch_size={here.target_batch_size}"], []
+    arguments, reasons = [f"target_batch_size={how.pop('target')}"], []
     if way is None:
         reasons.append(
             "It fits in no way: take more or larger devices, a smaller batch, bf16 parameters, or train fewer of them."
@@ -135,16 +135,17 @@ def _outer(here: Situation, computing_s: float | None, devices: int) -> dict[str
             f" {FEW_STEPS} of them, little."
         )
     target = steps * here.peers * devices * here.batch_samples
-    arguments = ["outer=DiLoCo()", _WRITTEN["int4"], f"target_batch_size={target}"]
-    return _way_of(here, "int4", computing_s, arguments, reasons, inner_steps=steps)
+    arguments = ["outer=DiLoCo()", _WRITTEN["int4"]]
+    return _way_of(here, "int4", computing_s, arguments, reasons, inner_steps=steps, target=target)
 
 
 def _way_of(
     here: Situation, codec: str, computing_s: float | None, arguments: list[str], reasons: list[str], *,
-    inner_steps: int = 0,
+    inner_steps: int = 0, target: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "codec": codec,
+        "target": target or here.target_batch_size,
         "arguments": [one for one in arguments if one],
         "inner_steps": inner_steps,
         "sent_bytes": here.sent_bytes(codec),

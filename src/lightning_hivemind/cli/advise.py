@@ -126,7 +126,7 @@ def text(here: Situation, found: Advice, measured: line.Line | None) -> str:
     lines += [_way(one, here, found) for one in found.ways]
     if model.activation_bytes is None:
         lines.append("(without what a backward pass needs of a batch)")
-    lines += ["", f"HivemindStrategy({', '.join(_unique(found.arguments))})", ""]
+    lines += ["", f"HivemindStrategy({', '.join(found.arguments)})", ""]
     lines += [f"- {one}" for one in found.reasons]
     computing = "" if found.computing_s is None else f"; computing between two takes {found.computing_s:.2f} s"
     lines.append(
@@ -147,8 +147,3 @@ def _way(one: Way, here: Situation, found: Advice) -> str:
     mark = "<- this" if one is found.way else "" if fits else "does not fit"
     name = f"{one.name}, {one.devices} device{'s' * (one.devices > 1)}"
     return f"{name:42}  {bytes_of(one.device_bytes):>9}  {bytes_of(one.host_bytes):>9}  {mark}".rstrip()
-
-
-def _unique(arguments: list[str]) -> list[str]:
-    """The last one of each name (DiLoCo has another target)."""
-    return list({one.partition("=")[0]: one for one in arguments}.values())

@@ -26,7 +26,7 @@ class FlatShards(Shards):
         super().__init__(optimizer, module)
         self._wrapped = [one for one in FullyShardedDataParallel.fsdp_modules(model) if one._handle is not None]
         found = dict(_pieces_of(self._wrapped))
-        missing = [p for p in self._trained if id(p) not in found]
+        missing = [p for p in self.of_optimizer if id(p) not in found]
         if missing:
             raise ArgumentError(
                 f"{len(missing)} of the optimizer's parameters are none of FSDP's (of shape {tuple(missing[0].shape)},"
@@ -47,12 +47,12 @@ class FlatShards(Shards):
         """The wrapped modules gather them anew before they are used."""
 
     def gradients(self) -> list[Tensor | None]:
-        return [p.grad if piece.numel else None for p, piece in zip(self._trained, self.pieces, strict=False)]
+        return [p.grad if piece.numel else None for p, piece in zip(self.of_optimizer, self.pieces, strict=False)]
 
     def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
         self._reshard()
         room = []
-        for parameter, has, piece in zip(self._trained, reached, self.pieces, strict=False):
+        for parameter, has, piece in zip(self.of_optimizer, reached, self.pieces, strict=False):
             if not has or not piece.numel:
                 parameter.grad = None
             elif parameter.grad is None:
@@ -62,12 +62,12 @@ class FlatShards(Shards):
         return room
 
     def state(self) -> list[dict[str, Any]]:
-        return [dict(self.optimizer.state.get(p, {})) for p in self._trained]
+        return [dict(self.optimizer.state.get(p, {})) for p in self.of_optimizer]
 
     def room_for_state(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         self.optimizer.state.clear()
         room: list[dict[str, Tensor]] = []
-        for parameter, entry, piece in zip(self._trained, told, self.pieces, strict=False):
+        for parameter, entry, piece in zip(self.of_optimizer, told, self.pieces, strict=False):
             mine = {}
             for name, value in entry.items():
                 if isinstance(value, OfPiece):

@@ -66,7 +66,7 @@ class InParts(SeveralProcesses):
     def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
         path, is_own = self.broadcast((checkpoint_path, Path(checkpoint_path).is_dir()))
         if is_own or not self._session_wanted() or self.peer_model is None:
-            return self._load_own(Path(path), *weights_only, **more)
+            return self._load_own(path, is_own, *weights_only, **more)
         model = self.peer_model
         given = model.at_rank_0(lambda: self._plain.load_checkpoint(self, path, *weights_only, **more))
         rest: dict[str, Any] = model.say(None if given is None else {k: v for k, v in given.items() if k not in _LARGE})
@@ -89,7 +89,7 @@ class InParts(SeveralProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """It was loaded with the rest."""
 
-    def _load_own(self, path: Path, *weights_only: Any, **more: Any) -> dict[str, Any]:
+    def _load_own(self, path: Any, is_directory: bool, *weights_only: Any, **more: Any) -> dict[str, Any]:
         """As Lightning's strategy does."""
         if self._session_wanted() and self.arguments.recreates_optimizer:
             raise ArgumentError(

@@ -73,7 +73,7 @@ class Sharded(PeerModel):
         super().__init__(ranks, group, shards.optimizer, tensors, each_steps=each_steps)
         self.shards = shards
         self._sums_first, self._hooked = sums_first, hooked
-        self._trained = [p.requires_grad for p in shards.parameters[: shards.count]]
+        self._trained = [p.requires_grad for p in shards.of_optimizer]
         #: which have an averaged gradient, and at rank 0 where they all are; None before the first one
         self._averages: tuple[Sequence[bool], Sequence[Tensor] | None] | None = None
         self._pieces = Pieces(ranks, shards.pieces, self._host)
@@ -100,7 +100,7 @@ class Sharded(PeerModel):
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        refuse_more(len(parameters_of(self.local)), self.shards.parameters[: self.shards.count], self._trained)
+        refuse_more(len(parameters_of(self.local)), self.shards.of_optimizer, self._trained)
         if not self._sums_first:
             return
         found = self.shards.gradients()
@@ -152,7 +152,8 @@ class Sharded(PeerModel):
             given, norm = self._averages[1] or (), 0.0
             if self._ranks.leads:
                 norm = float(torch.nn.utils.clip_grad_norm_(given, limit))
-        total = torch.tensor(self._ranks.share("norm", norm)[0], dtype=torch.float32, device="cpu")
+            norm = self._ranks.share("norm", norm)[0]
+        total = torch.tensor(norm, dtype=torch.float32, device="cpu")
         share = torch.clamp(limit / (total + 1e-6), max=1.0).item()
         for one in stepping:
             if one is not None:

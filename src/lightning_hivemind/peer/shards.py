@@ -49,7 +49,8 @@ class Shards(ABC):
         self.parameters += [p for p in module.parameters() if id(p) not in inside]
 
     @property
-    def _trained(self) -> list[Tensor]:
+    def of_optimizer(self) -> list[Tensor]:
+        """Those parameters that are the optimizer's."""
         return self.parameters[: self.count]
 
     @property
@@ -115,19 +116,19 @@ class DistributedTensors(Shards):
         """It is all there is of them."""
 
     def gradients(self) -> list[Tensor | None]:
-        return [None if p.grad is None else local(_as(p.grad, p)) for p in self._trained]
+        return [None if p.grad is None else local(_as(p.grad, p)) for p in self.of_optimizer]
 
     def room_for_gradients(self, reached: Sequence[bool]) -> list[Tensor]:
-        for parameter, has in zip(self._trained, reached, strict=True):
+        for parameter, has in zip(self.of_optimizer, reached, strict=True):
             if not has:
                 parameter.grad = None
             elif parameter.grad is None or not _alike(parameter.grad, parameter):
                 parameter.grad = _like(parameter, torch.empty_like(local(parameter)))
-        return [local(p.grad) for p in self._trained if p.grad is not None]
+        return [local(p.grad) for p in self.of_optimizer if p.grad is not None]
 
     def state(self) -> list[dict[str, Any]]:
         found = []
-        for parameter in self._trained:
+        for parameter in self.of_optimizer:
             entry = dict(self.optimizer.state.get(parameter, {}))
             found.append({name: local(one) if isinstance(one, Tensor) else one for name, one in entry.items()})
         return found
@@ -135,7 +136,7 @@ class DistributedTensors(Shards):
     def room_for_state(self, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Tensor]]:
         self.optimizer.state.clear()
         room: list[dict[str, Tensor]] = []
-        for parameter, entry in zip(self._trained, told, strict=True):
+        for parameter, entry in zip(self.of_optimizer, told, strict=True):
             here, mine = local(parameter), {}
             for name, value in entry.items():
                 if isinstance(value, OfPiece):

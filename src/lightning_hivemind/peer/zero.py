@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,10 +85,11 @@ class ZeroRedundancy(InParts):
             )
         return engine, ZeroOptimizer(engine, stage(made), groups)
 
-    def load_checkpoint(self, checkpoint_path: Any, *weights_only: Any, **more: Any) -> dict[str, Any]:
-        if self._session_wanted() or self.broadcast(Path(checkpoint_path).is_dir()):
-            return super().load_checkpoint(checkpoint_path, *weights_only, **more)
-        checkpoint: dict[str, Any] = self._plain.load_checkpoint(self, checkpoint_path, *weights_only, **more)
+    def _load_own(self, path: Any, is_directory: bool, *weights_only: Any, **more: Any) -> dict[str, Any]:
+        """A file, too, which Lightning's takes for a directory, for evaluation."""
+        if is_directory:
+            return super()._load_own(path, is_directory, *weights_only, **more)
+        checkpoint: dict[str, Any] = self._plain.load_checkpoint(self, path, *weights_only, **more)
         if self.zero_stage_3:
             self._restore_zero_state(checkpoint, strict=self.lightning_module.strict_loading)
         else:

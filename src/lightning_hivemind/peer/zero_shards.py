@@ -89,7 +89,7 @@ class ZeroShards(Shards):
     def __init__(self, optimizer: ZeroOptimizer, module: torch.nn.Module) -> None:
         super().__init__(optimizer, module)
         self._stage = stage = optimizer.stage
-        self._steps = [p.requires_grad for p in self._trained] + [False] * (len(self.parameters) - self.count)
+        self._steps = [p.requires_grad for p in self.of_optimizer] + [False] * (len(self.parameters) - self.count)
         self._places: list[Place | None] = [
             stage.place(p) if steps else None for p, steps in zip(self.parameters, self._steps, strict=True)
         ]
@@ -121,7 +121,7 @@ class ZeroShards(Shards):
     def gradients(self) -> list[Tensor | None]:
         return [
             None if place is None else self._stage.gradient(p, place)
-            for p, place in zip(self._trained, self._places, strict=False)
+            for p, place in zip(self.of_optimizer, self._places, strict=False)
         ]
 
     def stepping(self) -> list[Tensor | None]:

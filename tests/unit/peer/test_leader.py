@@ -12,6 +12,7 @@ import torch
 from lightning_hivemind.engine.base import Changed, PeerTraining, StepOutcome
 from lightning_hivemind.peer.leader import LeadingEngine
 from lightning_hivemind.peer.words import Done, Gather, Step, Values
+from swarm.training import training_of
 
 
 class Told:
@@ -77,20 +78,8 @@ def leading(*, in_parts: bool = True) -> tuple[LeadingEngine, Engine, Told, Mode
         made.append(Engine(training))
         return made[0]
 
-    training = PeerTraining(
-        optimizer=optimizer,
-        rebuild_optimizer=None,
-        make_scheduler=lambda optimizer: None,
-        advance_schedulers=lambda epoch: None,
-        take_schedulers_back=lambda epoch: None,
-        before_optimizer_step=lambda optimizer: None,
-        extra_tensors=[],
-        buffers=[],
-        schema=[],
-        should_abort=lambda: False,
-    )
     like: Any = ranks, model
-    return LeadingEngine(make, training, *like, sums_first=True, hooked=False), made[0], ranks, model
+    return LeadingEngine(make, training_of(optimizer), *like, sums_first=True, hooked=False), made[0], ranks, model
 
 
 def adopt_and_step(training: PeerTraining) -> None:
