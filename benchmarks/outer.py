@@ -28,7 +28,8 @@ from outer_peer import BATCH, PEERS
 
 STEPS, INNER = 1000, 10
 EACH = PEERS * BATCH
-OUTER, INT4 = "0.7,0.6", "ours.Blockwise4BitQuantization(block=128)"
+OUTER, INT4 = "0.7,0.6", "ours.Blockwise4BitQuantization(block=256)"
+FRAGMENTS = 4
 END_S = 600.0
 
 
@@ -42,6 +43,7 @@ class Way:
     outer: str = ""
     codec: str = ""
     warm: bool = False
+    fragments: int = 1
 
 
 SYNCHRONOUS = Way(name="a gradient per batch", rounds=STEPS, target=EACH)
@@ -49,7 +51,14 @@ FEW = Way(name=f"gradients of {INNER} batches", rounds=STEPS // INNER, target=IN
 DILOCO = replace(FEW, name=f"DiLoCo, H={INNER}", outer=OUTER)
 DILOCO_INT4 = replace(DILOCO, name=f"DiLoCo, H={INNER}, int4", codec=INT4)
 AVERAGING = replace(DILOCO, name=f"parameters every {INNER} batches", outer="1.0,0.0")
-WAYS = [SYNCHRONOUS, FEW, AVERAGING, DILOCO, DILOCO_INT4]
+STREAMING_INT4 = replace(
+    DILOCO_INT4,
+    name=f"StreamingDiLoCo, H={INNER}, {FRAGMENTS} fragments, int4",
+    rounds=FRAGMENTS * DILOCO.rounds,
+    target=DILOCO.target // FRAGMENTS,
+    fragments=FRAGMENTS,
+)
+WAYS = [SYNCHRONOUS, FEW, AVERAGING, DILOCO, DILOCO_INT4, STREAMING_INT4]
 WARM = [replace(way, warm=True, name=f"{way.name}, warm") for way in (SYNCHRONOUS, DILOCO_INT4)]
 
 
@@ -91,6 +100,8 @@ def run(way: Way, warm: Path, seed: int) -> Found:
     """Train that way. The folder is kept if something goes wrong."""
     folder = Path(tempfile.mkdtemp(prefix="outer-"))
     options = ["--outer", way.outer, "--codec", way.codec, "--seed", str(seed), "--warm", str(warm) if way.warm else ""]
+    if way.fragments > 1:
+        options += ["--fragments", str(way.fragments), "--batches", str(STEPS)]
     peers: list[subprocess.Popen[bytes]] = []
     try:
         for place in range(PEERS):
@@ -138,6 +149,7 @@ def bars_of(found: dict[Way, list[Found]]) -> list[Bar]:
         at_most("... against gradients of as many rounds", -15, worse(found, DILOCO_INT4, FEW), " %"),
         at_most("... bytes against a gradient per batch", 1 / 70, share),
         at_most("int4 against float32", 1, worse(found, DILOCO_INT4, DILOCO), " %"),
+        at_most("streaming against plain DiLoCo", 5, worse(found, STREAMING_INT4, DILOCO_INT4), " %"),
     ]
 
 

@@ -1,7 +1,7 @@
 """One peer of ``outer.py``: the example's model at 0.22 million parameters, for so many rounds.
 
     python outer_peer.py FOLDER NUMBER ROUNDS TARGET [--join ADDRESSES] [--outer LR,MOMENTUM] [--codec CODE]
-        [--warm CHECKPOINT] [--lr RATE]
+        [--fragments COUNT] [--batches COUNT] [--warm CHECKPOINT] [--lr RATE]
 
 Writes ``FOLDER/NUMBER.address``, ``NUMBER.ready`` once all four are there, and at its end ``NUMBER.result``: the
 held-out loss. With ``--alone`` it is a plain Trainer, that writes a checkpoint of its weights instead.
@@ -48,6 +48,18 @@ class Together(pl.Callback):
             time.sleep(0.02)
 
 
+class EndAfter(pl.Callback):
+    """So many batches, whatever rounds there were: where training goes on during a round these have more samples."""
+
+    def __init__(self, batches: int) -> None:
+        self._left = batches
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            trainer.should_stop = True
+
+
 def held_out_loss(model: ByteGPT, data: StdlibText) -> float:
     model.eval()
     with torch.no_grad():
@@ -86,7 +98,11 @@ def main(options: argparse.Namespace) -> None:
         arguments = {}
         if options.outer:
             lr, momentum = map(float, options.outer.split(","))
-            arguments["outer"] = ours.DiLoCo(lr=lr, momentum=momentum, nesterov=momentum > 0)
+            settings = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
+            if options.fragments > 1:
+                arguments["outer"] = ours.StreamingDiLoCo(**settings, fragments=options.fragments)
+            else:
+                arguments["outer"] = ours.DiLoCo(**settings)
             if options.codec:
                 arguments["state_averaging_compression"] = eval(options.codec, vars(ours).copy() | {"ours": ours})
         strategy = ours.HivemindStrategy(
@@ -97,7 +113,9 @@ def main(options: argparse.Namespace) -> None:
             **arguments,
         )
         publish(folder / f"{number}.address", ",".join(map(str, strategy.dht.get_visible_maddrs())))
-        trainer = pl.Trainer(strategy=strategy, devices=1, callbacks=[Together(folder, number, strategy)], **common)
+        callbacks: list[pl.Callback] = [Together(folder, number, strategy)]
+        callbacks += [EndAfter(options.batches)] if options.batches else []
+        trainer = pl.Trainer(strategy=strategy, devices=1, callbacks=callbacks, **common)
         trainer.fit(model, datamodule=data)
     publish(folder / f"{number}.result", str(held_out_loss(model, data)))
 
@@ -110,6 +128,8 @@ if __name__ == "__main__":
     parser.add_argument("target", type=int, help="samples of a round")
     parser.add_argument("--join", default="", help="addresses with commas")
     parser.add_argument("--outer", default="", help="lr,momentum of the outer step; empty: gradients are averaged")
+    parser.add_argument("--fragments", type=int, default=1, help="of the outer step")
+    parser.add_argument("--batches", type=int, default=0, help="end after so many, and not after ROUNDS")
     parser.add_argument("--codec", default="", help="of what is averaged, as Python")
     parser.add_argument("--warm", default="", help="weights to begin with")
     parser.add_argument("--lr", type=float, default=4e-3)

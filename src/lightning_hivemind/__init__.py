@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Uniform8BitQuantization,
     )
     from lightning_hivemind.errors import LightningHivemindError
-    from lightning_hivemind.outer import DiLoCo
+    from lightning_hivemind.outer import DiLoCo, StreamingDiLoCo
     from lightning_hivemind.strategy import CollaborativeStrategy, HivemindStrategy
 
 _HOMES = {
@@ -43,6 +43,7 @@ _HOMES = {
     "RoleAdaptiveCompression": "codecs",
     "ScaledFloat16Compression": "codecs",
     "SizeAdaptiveCompression": "codecs",
+    "StreamingDiLoCo": "outer",
     "TopKCompression": "codecs",
     "Uniform8BitQuantization": "codecs",
 }
@@ -63,6 +64,7 @@ __all__ = [
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
     "SizeAdaptiveCompression",
+    "StreamingDiLoCo",
     "TopKCompression",
     "Uniform8BitQuantization",
     "__version__",

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hivemind.argument_checks import refusal
 from lightning_hivemind.network.addresses import check_announced, check_listened, check_peers, reach
+from lightning_hivemind.outer import StreamingDiLoCo
 
 _KNOWN = "leave it away: the strategy knows it"
 #: keywords of hivemind's averagers that a user may set through ``averager_opts``
@@ -133,6 +134,7 @@ def _delays(values: Values) -> None:
 
 def _outer(values: Values) -> None:
     values["use_local_updates"] |= values["outer"] is not None
+    values["delay_state_averaging"] |= isinstance(values["outer"], StreamingDiLoCo)
 
 
 def _local_updates(values: Values) -> None:

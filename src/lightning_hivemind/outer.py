@@ -36,10 +36,39 @@ class DiLoCo:
             ("momentum", self.momentum, _is_number(self.momentum) and 0.0 <= self.momentum < 1.0, "0.0 to below 1.0"),
             ("nesterov", self.nesterov, isinstance(self.nesterov, bool), "True or False"),
         ):
-            if not right:
-                raise ArgumentError(f"DiLoCo({name}={value!r}): give {wanted}")
+            _refuse_unless(right, self, name, value, wanted)
         object.__setattr__(self, "lr", float(self.lr))
         object.__setattr__(self, "momentum", float(self.momentum))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingDiLoCo(DiLoCo):
+    """:class:`DiLoCo` in fragments: each round is of one of them, in rotation, and overlapped with training.
+
+    Douillard et al., "Streaming DiLoCo with overlapping communication", 2025. The parameters, laid one after the other,
+    are cut into ``fragments`` of one length. A round, made whenever the swarm has ``target_batch_size`` samples, sends
+    one of them: a line carries the bytes of :class:`DiLoCo` evenly, and never the whole model at once, if
+    ``target_batch_size`` is that of :class:`DiLoCo` divided by ``fragments``. Peers train on meanwhile, and what they
+    have moved a fragment since they gave it is kept on top of what the round brings. Sets ``delay_state_averaging``.
+
+    Args:
+        fragments: 2 or more. Each has a round, and an outer step, after as many rounds.
+
+    Raises:
+        ArgumentError: an impossible value.
+    """
+
+    fragments: int = 4
+
+    def __post_init__(self) -> None:
+        DiLoCo.__post_init__(self)
+        right = type(self.fragments) is int and self.fragments >= 2
+        _refuse_unless(right, self, "fragments", self.fragments, "a whole number of 2 or more")
+
+
+def _refuse_unless(right: bool, settings: DiLoCo, name: str, value: object, wanted: str) -> None:
+    if not right:
+        raise ArgumentError(f"{type(settings).__name__}({name}={value!r}): give {wanted}")
 
 
 def _is_number(value: object) -> bool:

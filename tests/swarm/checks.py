@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,11 +85,14 @@ def assert_one_process(peers: Sequence[Peer], steps: int) -> None:
     assert_in_step(peers, [steps])
 
 
-def assert_workers(peers: Sequence[Peer], rounds: int, *, lr: float, momentum: float, nesterov: bool) -> None:
-    """What they have in common after so many rounds is, within 1e-5, what workers one after another make of it."""
+def assert_workers(peers: Sequence[Peer], rounds: int, **settings: Any) -> None:
+    """What they have in common after so many rounds is, within 1e-5, what workers one after another make of it.
+
+    ``settings``: of the outer step, see :func:`.replay_outer`.
+    """
     assert_complete(peers, range(1, rounds + 1))
     assert_ledger(peers)
-    expected = replay_outer(peers, rounds, lr=lr, momentum=momentum, nesterov=nesterov)
+    expected = replay_outer(peers, rounds, **settings)
     assert distance(expected[rounds], expected[0]) > 1e-2, "nothing was learned: the comparison would prove nothing"
     common = [peer.parameters(f"common_{rounds}") for peer in peers]
     assert all((common[0] == one).all() for one in common)

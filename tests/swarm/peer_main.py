@@ -172,7 +172,8 @@ def evaluate(code: dict[str, str], pl: ModuleType, spec: PeerSpec) -> dict[str, 
     if any("CheckpointAtBatch(" in text for text in code.values()):
         names["CheckpointAtBatch"] = make_checkpoint_at_batch(pl)
     if any("DiLoCo(" in text for text in code.values()):
-        names["DiLoCo"] = importlib.import_module("lightning_hivemind").DiLoCo
+        ours = importlib.import_module("lightning_hivemind")
+        names |= {"DiLoCo": ours.DiLoCo, "StreamingDiLoCo": ours.StreamingDiLoCo}
     if any("hooked(" in text or "OnCpus" in text for text in code.values()):
         hooks = importlib.import_module("swarm.hooks")
         names |= {name: getattr(hooks, name) for name in ("hooked", "OnCpus", "FsdpOnCpus", "ZeroOnCpus")}

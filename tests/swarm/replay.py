@@ -66,8 +66,8 @@ class Worker:
         self._data, self._epoch = Numbered(peer.spec.data_samples), 0
         self._given: dict[int, np.ndarray] = {}
 
-    def train(self, step: int, base: dict[int, np.ndarray]) -> tuple[np.ndarray, int]:
-        """On what it has in that step; returns how far its steps have led since the last one, and its samples."""
+    def train(self, step: int, base: dict[int, np.ndarray], part: slice) -> tuple[np.ndarray, int]:
+        """On what it has in that step; returns how far its steps have led what is averaged then, and its samples."""
         commit = self.peer.commits[step]
         for indices, epoch in zip(commit.samples, commit.of, strict=True):
             self.follow(epoch, base)
@@ -77,7 +77,8 @@ class Worker:
             self._optimizer.step()
         if commit.indices:
             self.follow(step - 1, base)
-            self._given[step] = flat(self.net) - base[step - 1]
+            self._given[step] = np.zeros_like(base[0])
+            self._given[step][part] = (flat(self.net) - base[step - 1])[part]
         else:  # perhaps it is still at a batch of parameters of long ago
             later = (epoch for number, one in self.peer.commits.items() if number > step for epoch in one.of)
             self._given[step] = np.zeros_like(base[0])
@@ -95,19 +96,29 @@ class Worker:
 
 
 def replay_outer(
-    peers: Sequence[Peer], rounds: int, *, lr: float, momentum: float, nesterov: bool
+    peers: Sequence[Peer], rounds: int, *, lr: float, momentum: float, nesterov: bool, fragments: int = 1
 ) -> dict[int, np.ndarray]:
-    """What all peers have after each round: workers one after another, then an outer step of torch's SGD."""
+    """What all peers have after each round: workers one after another, then an outer step of torch's SGD.
+
+    Of all parameters, or of one of so many ``fragments`` in turn, each with a momentum of its own.
+    """
     workers = [Worker(peer) for peer in peers]
-    outer = torch.nn.Parameter(torch.from_numpy(flat(workers[0].net)))
-    optimizer = torch.optim.SGD([outer], lr=lr, momentum=momentum, nesterov=nesterov)
-    found = {0: outer.detach().numpy().copy()}
+    found = {0: flat(workers[0].net)}
+    length = -(-len(found[0]) // fragments)
+    begins = [min(number * length, len(found[0]) - length) for number in range(fragments)]
+    velocity = np.zeros_like(found[0])
     for step in range(1, rounds + 1):
-        changes = [worker.train(step, found) for worker in workers]
+        part = slice(begins[(step - 1) % fragments], begins[(step - 1) % fragments] + length)
+        changes = [worker.train(step, found, part) for worker in workers]
         samples = sum(count for _, count in changes)
-        outer.grad = -torch.from_numpy(sum(change * (count / samples) for change, count in changes))
+        outer = torch.nn.Parameter(torch.from_numpy(found[step - 1][part].copy()))
+        optimizer = torch.optim.SGD([outer], lr=lr, momentum=momentum, nesterov=nesterov)
+        optimizer.state[outer]["momentum_buffer"] = torch.from_numpy(velocity[part].copy())
+        outer.grad = -torch.from_numpy(sum(change * (count / samples) for change, count in changes)[part])
         optimizer.step()
-        found[step] = outer.detach().numpy().copy()
+        found[step] = found[step - 1].copy()
+        found[step][part] = outer.detach().numpy()
+        velocity[part] = optimizer.state[outer]["momentum_buffer"].numpy() if momentum else 0.0
     return found
 
 

@@ -97,17 +97,21 @@ def test_unlike_peers_are_one_process_with_the_samples_of_all(swarm: Swarm) -> N
     assert not any(peer.said("ParametersDiffered") for peer in peers)
 
 
-def test_unlike_peers_make_the_outer_steps_of_workers_one_after_another(swarm: Swarm) -> None:
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_unlike_peers_make_the_outer_steps_of_workers_one_after_another(swarm: Swarm, fragments: int) -> None:
+    settings = {"lr": 0.7, "momentum": 0.6, "nesterov": True}
+    if fragments > 1:
+        settings["fragments"] = fragments
     peers = swarm.start(
         4,
-        peers=unlike(outer="DiLoCo(lr=0.7, momentum=0.6, nesterov=True)"),
+        peers=unlike(outer=f"{'StreamingDiLoCo' if fragments > 1 else 'DiLoCo'}(**{settings})"),
         strategy={"target_batch_size": 192},
         model={"optimizer": "adamw", "lr": 0.01},
-        trainer={"max_steps": 5},
+        trainer={"max_steps": 5 * fragments},
         free={"barrier_batch": 0},
     )
     swarm.finish(timeout_s=240)
-    assert_workers(peers, 5, lr=0.7, momentum=0.6, nesterov=True)
+    assert_workers(peers, 5 * fragments, **settings)
 
 
 def test_each_of_unlike_peers_may_die_and_come_back(swarm: Swarm) -> None:

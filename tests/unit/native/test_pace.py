@@ -233,7 +233,7 @@ def test_a_swarm_that_makes_no_step_any_more_needs_everybody() -> None:
 
 def test_parts_that_are_to_be_gathered_are_waited_for_and_asked_for() -> None:
     stale = [True]
-    one, now = Pace(TARGET, longest_s=LONGEST_S, is_stale=lambda: stale[0]), 1000.0
+    one, now = Pace(TARGET, longest_s=0.0, gathers_s=LONGEST_S, is_stale=lambda: stale[0]), 1000.0
     assert now < one.join_at(now) <= now + LONGEST_S
     assert one.wanted
     stale[0] = False
@@ -242,8 +242,16 @@ def test_parts_that_are_to_be_gathered_are_waited_for_and_asked_for() -> None:
 
 def test_in_the_midst_of_a_batch_they_are_asked_for_at_its_end() -> None:
     """Who is not waited for otherwise is not for that."""
-    one, now = Pace(TARGET, longest_s=LONGEST_S, is_stale=lambda: True), 1000.0
+    one, now = Pace(TARGET, longest_s=0.0, gathers_s=LONGEST_S, is_stale=lambda: True), 1000.0
     one.join()
     one.begin_batch(now)
     assert one.join_at(now) == now
     assert one.wanted
+
+
+def test_who_is_not_waited_for_gathers_before_a_round_calls() -> None:
+    one, now = pace(batch_s=1.0, step_s=4.0, others=50)
+    assert not any(one.gathers_ahead(now + after) for after in (2.0, 4.0)), "it is waited for, as far as is known"
+    for _ in range(6):
+        one.step(50, now := now + 4.0, mine=1, others=1)
+    assert [one.gathers_ahead(now + after) for after in (2.0, 3.5, 6.0)] == [False, True, False]

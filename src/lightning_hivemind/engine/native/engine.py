@@ -189,7 +189,8 @@ class NativeEngine:
         handover = self._running().handover
         self._reports.peers(self.num_peers)
         lost = self._gradients.add(batch_samples, self.epoch, gradient_scale) if batch_samples else 0
-        self._gather(due=self._running().driver.status.swarm_samples + batch_samples >= self._a.target_batch_size)
+        due = self._running().driver.status.swarm_samples + batch_samples >= self._a.target_batch_size
+        self._gather(due=due or handover.pace.gathers_ahead(time.monotonic()))
         handover.end_batch()  # a round that has waited for this batch may have it
         if batch_samples:
             self._reports.batch(self.epoch, batch_samples, local=self.local_samples, swarm=self.swarm_samples)

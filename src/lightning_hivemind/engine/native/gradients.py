@@ -63,7 +63,7 @@ class Gradients:
         self._max_staleness, self._statistics = max_staleness, statistics
         self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
         self._lock, self._local = threading.RLock(), local_step is not None
-        sizes = [tensor.numel() for tensor in (*self.parameters, *statistics.tensors)]
+        sizes = [*(p.numel() for p in self.parameters), *statistics.sizes]
         self.marks, self._low_rank = len(self.parameters), low_rank
         self.whole = sum(sizes) + self.marks
         self._sum: BufferSum | InPlaceSum | LocalUpdates
@@ -73,7 +73,7 @@ class Gradients:
             self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters, self._memory, self.whole)
         self.sizes = sizes if low_rank is None else low_rank.sizes[:-1]
         self.elements, self.moments = sum(self.sizes) + self.marks, statistics.moments
-        self.of_gradients = len(self.sizes) - len(statistics.tensors)
+        self.of_gradients = len(self.sizes) - len(statistics.sizes)
         #: what a round has now, what is handed to another peer, what came back from either
         self._given: Made | None = None
         self._handed: Made | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hivemind.outer import DiLoCo
+from lightning_hivemind.outer import DiLoCo, StreamingDiLoCo
 
 log = logging.getLogger("lightning_hivemind")
 
@@ -36,10 +36,16 @@ class OuterStep:
     def __len__(self) -> int:
         return len(self.velocity)
 
-    def moved(self, place: int, base: Tensor, change: Tensor) -> Tensor:
-        """Parameter ``place``, which is ``base``, after the step, where peers have moved it by ``change``."""
+    @property
+    def fragments(self) -> int:
+        """Into how many the parameters are cut, each of which has a round of its own."""
+        return self._settings.fragments if isinstance(self._settings, StreamingDiLoCo) else 1
+
+    def moved(self, place: int, base: Tensor, change: Tensor, begin: int = 0) -> Tensor:
+        """``base``, of parameter ``place`` from that value on, after the step: peers have moved it by ``change``."""
         moved = torch.empty_like(base, memory_format=torch.contiguous_format)
-        parts = (torch.split(one.reshape(-1), PIECE) for one in (base, change, self.velocity[place], moved.view(-1)))
+        velocity = self.velocity[place].view(-1)[begin : begin + base.numel()]
+        parts = (torch.split(one.reshape(-1), PIECE) for one in (base, change, velocity, moved.view(-1)))
         for piece in zip(*parts, strict=True):
             self._move(*piece)
         return moved

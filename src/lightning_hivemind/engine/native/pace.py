@@ -34,15 +34,18 @@ class Pace:
 
     Args:
         target: samples of a step.
-        longest_s: that anybody is waited for.
-        is_stale: whether what ranks of this peer have in parts is to be gathered before it can be given.
+        longest_s: that anybody is waited for; ``gathers_s``: where what ranks of this peer have in parts is to be
+            gathered before it can be given, which is at the end of a batch.
+        is_stale: whether that is so now.
 
     Attributes:
         wanted: a round has called, and it is.
     """
 
-    def __init__(self, target: int, *, longest_s: float, is_stale: Callable[[], bool] = lambda: False) -> None:
-        self._target, self._longest_s, self._is_stale = target, longest_s, is_stale
+    def __init__(
+        self, target: int, *, longest_s: float, gathers_s: float = 0.0, is_stale: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._target, self._longest_s, self._gathers_s, self._is_stale = target, longest_s, gathers_s, is_stale
         self.wanted = False
         self._batch_began: float | None = None
         self._batch_s: float | None = None
@@ -104,19 +107,28 @@ class Pace:
 
     def join_at(self, now: float) -> float:
         """Until when a round that calls now should wait for the batch that is being computed here."""
-        began, batch_s = self._batch_began, self._batch_s
+        began, batch_s, longest_s = self._batch_began, self._batch_s, self._longest_s
         if self._is_stale():
             self.wanted = True  # at the end of this batch, or at once
+            longest_s = self._gathers_s
             if began is None:
-                return now + min(GATHER_S, self._longest_s)
+                return now + min(GATHER_S, longest_s)
         if began is None or self.starts:
             return now
         if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):
             return now
-        if self._mine is not None and self._each is not None and self._mine < WORTH * self._each:
+        if not self._is_worth_waiting:
             return now
         due = began + max(LEAST_S, OVERTIME * (batch_s or 0.0))
-        return min(max(now, due), now + self._longest_s)
+        return min(max(now, due), now + longest_s)
+
+    def gathers_ahead(self, now: float) -> bool:
+        """Whether, at the end of a batch, to gather for a round that will call within the next, and will not wait."""
+        return not self._is_worth_waiting and self._batch_s is not None and self.calls_within(self._batch_s, now)
+
+    @property
+    def _is_worth_waiting(self) -> bool:
+        return self._mine is None or self._each is None or self._mine >= WORTH * self._each
 
     def steps_within(self, duration_s: float, now: float) -> int:
         """How many steps will probably be decided until then: a little more than a mean one takes, to be sure."""

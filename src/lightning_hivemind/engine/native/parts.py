@@ -41,6 +41,8 @@ from lightning_hivemind.network.daemon import PeerNetwork
 log = logging.getLogger("lightning_hivemind")
 
 INTRODUCTION_S = 5.0
+#: of the time for which a round waits for peers that it calls: for those that finish a batch first
+WAITED = 0.8
 #: memory that is used again: what a peer gives, what comes of it, and what others give for its chunks, or (with codecs)
 #: what all give, encoded; and what was left out of both, and is given with what comes next
 KEPT_VECTORS, KEPT_LEFT_OUT = 3.5, 2
@@ -97,7 +99,7 @@ def longest_wait_s(arguments: Arguments) -> float:
     """How long a peer that is called may finish its batch first: it has then what the round is to have."""
     # (what is summed in place can be given between two batches only)
     waits = arguments.reuse_grad_buffers or not overlaps(arguments)
-    return 0.8 * float(arguments.matchmaking_time) if waits else 0.0
+    return WAITED * float(arguments.matchmaking_time) if waits else 0.0
 
 
 def make_low_rank(arguments: Arguments, stepper: Stepper, memory: Memory) -> LowRank | None:
@@ -106,7 +108,7 @@ def make_low_rank(arguments: Arguments, stepper: Stepper, memory: Memory) -> Low
     if wanted is None:
         return None
     shapes = [p.shape for p in stepper.model_parameters if p.requires_grad]
-    rest = [*(tensor.numel() for tensor in stepper.statistics.tensors), len(shapes)]
+    rest = [*stepper.statistics.sizes, len(shapes)]
     ratio = wanted.min_compression_ratio
     return LowRank(shapes, rest, rank=wanted.rank, min_compression_ratio=ratio, memory=memory)
 
@@ -137,8 +139,12 @@ def build(
     memory.kept_bytes = int(kept * 4 * max(gradients.elements, gradients.whole))
     me, reduces = network.peer_id, not arguments.client_mode
     settings = limits(arguments, run, layout)
-    longest_s = longest_wait_s(arguments)
-    pace = Pace(arguments.target_batch_size, longest_s=longest_s, is_stale=gradients.is_stale)
+    pace = Pace(
+        arguments.target_batch_size,
+        longest_s=longest_wait_s(arguments),
+        gathers_s=WAITED * float(arguments.matchmaking_time),
+        is_stale=gradients.is_stale,
+    )
     gives = not arguments.auxiliary
     handover = Handover(me, gradients, pace, reduces=reduces, gives=gives, last_step=last_step)
     driver = Driver(Peer(settings, me, secrets.token_bytes(8), reduces=reduces), handover, layout, codecs, memory)

@@ -15,6 +15,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.native.fragments import Fragments, Piece
 from lightning_hivemind.engine.native.host import host_zeros
 from lightning_hivemind.engine.native.outer import OuterStep
 
@@ -42,6 +43,7 @@ class Statistics:
         outer: how the first of them, parameters, are moved by the average of their changes; None: by just that.
 
     Attributes:
+        sizes: of what a round has, in values: a tensor each, but for a fragment of parameters. ``elements`` in all.
         base: copies in host memory of what all peers have in common.
         epoch: the global step that the tensors have been given; ``base`` may be one ahead, until :meth:`publish`.
     """
@@ -58,11 +60,17 @@ class Statistics:
         averaged = [has_mean(one) for one in tensors]
         self.tensors = [*compress(tensors, averaged), *moments]
         self.own = [one for one, is_averaged in zip(tensors, averaged, strict=True) if not is_averaged]
-        self.elements = sum(tensor.numel() for tensor in self.tensors)
+        counts = [tensor.numel() for tensor in self.tensors]
+        cut = 0 if outer is None else len(outer)
+        self._fragments = Fragments(counts[:cut], 1 if outer is None else outer.fragments)
+        self._others = [Piece(place, 0, size) for place, size in enumerate(counts)][cut:]
+        self.sizes = [*self._fragments.sizes, *counts[cut:]]
+        self.elements = sum(self.sizes)
         self._carried = self.elements - sum(tensor.numel() for tensor in moments)
         self.base: list[Tensor] = []
         self.epoch = self._coming = 0
-        self._ahead: list[Tensor] = []  # of ``base``, with what is carried
+        #: what is of the last round, with what is carried
+        self._ahead: list[tuple[Piece, Tensor]] = []
         #: not ``carries``: the tensors where what has changed since was not given, and what was not before that
         self._since: list[Tensor] = []
         self._waiting: Tensor | None = None
@@ -126,7 +134,7 @@ class Statistics:
         with self._lock:
             if self.epoch != epoch or not self.tensors:
                 return host_zeros(self.elements)
-            return self._ahead_of_base()
+            return self._ahead_of_base(epoch)
 
     @torch.no_grad()
     def step(self, changes: Tensor, epoch: int, counted: Tensor | None = None) -> None:
@@ -135,22 +143,22 @@ class Statistics:
         ``counted``: this peer's own changes that are in it, as :meth:`changes` gave them; None if none are.
         """
         with self._lock:
-            left = self._ahead_of_base() if self.carries and self.tensors else None
+            left = self._ahead_of_base(epoch - 1) if self.carries and self.tensors else None
             if left is not None and counted is not None:
                 left -= counted
-            sizes, first_moment = [base.numel() for base in self.base], len(self.base) - self.moments
-            outer_steps = 0 if self.outer is None else len(self.outer)
-            for place, (part, base) in enumerate(zip(torch.split(changes, sizes), self.base, strict=True)):
-                if self.outer is not None and place < outer_steps:
-                    moved = self.outer.moved(place, base, part)
+            first_moment, outer_steps = len(self.base) - self.moments, 0 if self.outer is None else len(self.outer)
+            pieces = self._pieces(epoch - 1)
+            bases, sizes = [one.of(self.base[one.place]) for one in pieces], [one.elements for one in pieces]
+            for piece, part, base in zip(pieces, torch.split(changes, sizes), bases, strict=True):
+                if self.outer is not None and piece.place < outer_steps:
+                    moved = self.outer.moved(piece.place, base, part, piece.begin)
                 else:
                     moved = _moved(base, part)
-                base.copy_(moved if place < first_moment else _not_just_below_zero(moved, base))
+                base.copy_(moved if piece.place < first_moment else _not_just_below_zero(moved, base))
             if left is not None:
                 left[self._carried :] = 0.0
-                self._ahead = [
-                    _moved(base, part) for part, base in zip(torch.split(left, sizes), self.base, strict=True)
-                ]
+                ahead = zip(pieces, torch.split(left, sizes), bases, strict=True)
+                self._ahead = [(piece, _moved(base, part)) for piece, part, base in ahead]
             self._coming = epoch
 
     @torch.no_grad()
@@ -159,20 +167,30 @@ class Statistics:
         with self._lock:
             if not self.carries and self.tensors:
                 self._begin_at_base(self._not_given(self._now()))
-            for tensor, value in zip(self.tensors, self._ahead or self.base, strict=True):
-                tensor.copy_(value)
+            for piece, value in self._ahead:
+                _put(value, piece, self.tensors[piece.place])
+            if not self._ahead:
+                for tensor, base in zip(self.tensors, self.base, strict=True):
+                    tensor.copy_(base)
             self._ahead, self.epoch = [], self._coming
 
     def _now(self) -> list[Tensor]:
-        """Copies, for batches go on meanwhile."""
-        return [tensor.detach().to("cpu", copy=True) for tensor in self._lent or self.tensors]
+        """Contiguous copies, for batches go on meanwhile."""
+        form = torch.contiguous_format
+        return [one.detach().to("cpu", copy=True, memory_format=form) for one in self._lent or self.tensors]
 
     def _begin_at_base(self, waiting: Tensor | None = None) -> None:
         if not self.carries:
             self._since, self._waiting = [one.clone() for one in self.base], waiting  # steps change the base
 
-    def _ahead_of_base(self) -> Tensor:
-        return _differences((tensor.detach().to("cpu") for tensor in self._lent or self.tensors), self.base)
+    def _pieces(self, epoch: int) -> list[Piece]:
+        """Of what a round is that leads on from there."""
+        return [*self._fragments.of(epoch), *self._others]
+
+    def _ahead_of_base(self, epoch: int) -> Tensor:
+        now, pieces = self._lent or self.tensors, self._pieces(epoch)
+        mine = (piece.of(now[piece.place].detach()).to("cpu") for piece in pieces)
+        return _differences(mine, [piece.of(self.base[piece.place]) for piece in pieces])
 
     def _not_given(self, now: list[Tensor]) -> Tensor:
         found = _differences(now, self._since)
@@ -197,6 +215,13 @@ def _moved(base: Tensor, change: Tensor) -> Tensor:
     if base.dtype in COUNTERS:
         return base + change.round().to(base.dtype)
     return torch.where(change == 0.0, base, (base.double() + change).to(base.dtype))
+
+
+def _put(value: Tensor, piece: Piece, tensor: Tensor) -> None:
+    flat = tensor.reshape(-1)
+    flat[piece.begin : piece.end].copy_(value)
+    if flat.data_ptr() != tensor.data_ptr():  # it has no flat view
+        tensor.copy_(flat.view_as(tensor))
 
 
 def _not_just_below_zero(value: Tensor, before: Tensor) -> Tensor:
