@@ -3,8 +3,8 @@
     python benchmarks/outer.py    # 20 minutes; writes benchmarks/results/outer.md
 
 Four peers in processes of their own train the example's model at 0.22 million parameters, each with batches of four,
-1000 of them in all rows but one; found is the loss on text that nobody trains on. Bytes are what passed over loopback,
-all of it: values, protocol, signs of life, DHT.
+1000 of them each; found is the loss on text that nobody trains on. Bytes are what passed over loopback, all of it:
+values, protocol, signs of life, DHT. Streaming, peers train on during a round, so that there are fewer of them.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Found:
     loss: float
     bytes: int
     seconds: float
+    rounds: int
 
 
 def loopback_bytes() -> int:
@@ -117,6 +118,7 @@ def run(way: Way, warm: Path, seed: int) -> Found:
             mean(float(one.read_text(encoding="utf-8")) for one in results),
             loopback_bytes() - before,
             time.monotonic() - began,
+            int((folder / "0.rounds").read_text(encoding="utf-8")),
         )
         print(f"{way.name}, seed {seed}: {found}", flush=True)
         return found
@@ -169,7 +171,8 @@ def main() -> int:
         against = WARM[0] if way.warm else SYNCHRONOUS
         cells = [mean(one.loss for one in all_found), mean(worse(found, way, against))]
         cells += [mean(one.bytes for one in all_found) / 1e6, mean(one.seconds for one in all_found)]
-        rows.append([way.name, str(way.rounds), *map(number, cells)])
+        rounds = mean(one.rounds for one in all_found)
+        rows.append([way.name, f"{rounds:.0f}", *map(number, cells)])
     heads = ["way", "rounds", "held-out loss", "% above a gradient per batch", "MB in all", "seconds"]
     bars, facts = bars_of(found), began.facts()
     text = report("Outer optimization", facts, markdown_table(heads, rows), bars)

@@ -3,8 +3,8 @@
     python outer_peer.py FOLDER NUMBER ROUNDS TARGET [--join ADDRESSES] [--outer LR,MOMENTUM] [--codec CODE]
         [--fragments COUNT] [--batches COUNT] [--warm CHECKPOINT] [--lr RATE]
 
-Writes ``FOLDER/NUMBER.address``, ``NUMBER.ready`` once all four are there, and at its end ``NUMBER.result``: the
-held-out loss. With ``--alone`` it is a plain Trainer, that writes a checkpoint of its weights instead.
+Writes ``FOLDER/NUMBER.address``, ``NUMBER.ready`` once all four are there, and at its end ``NUMBER.rounds`` and
+``NUMBER.result``, the held-out loss. With ``--alone`` it is a plain Trainer, that writes a checkpoint of its weights instead.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ def main(options: argparse.Namespace) -> None:
         callbacks += [EndAfter(options.batches)] if options.batches else []
         trainer = pl.Trainer(strategy=strategy, devices=1, callbacks=callbacks, **common)
         trainer.fit(model, datamodule=data)
+        publish(folder / f"{number}.rounds", str(trainer.global_step))
     publish(folder / f"{number}.result", str(held_out_loss(model, data)))
 
 
