@@ -4,7 +4,8 @@
         [--fragments COUNT] [--batches COUNT] [--warm CHECKPOINT] [--lr RATE]
 
 Writes ``FOLDER/NUMBER.address``, ``NUMBER.ready`` once all four are there, and at its end ``NUMBER.rounds`` and
-``NUMBER.result``, the held-out loss. With ``--alone`` it is a plain Trainer, that writes a checkpoint of its weights instead.
+``NUMBER.result``, the held-out loss. With ``--alone`` it is a plain Trainer, that writes a checkpoint of its weights
+instead.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ class Arguments:
 
     outer: DiLoCo | None = _argument(None, check.optional(check.instance_of(DiLoCo)))
     """``DiLoCo(...)``: peers make steps of their own, with their own optimizer, and each round makes an outer step by
-    how far these led on average. Sets ``use_local_updates``. For lines that do not carry a gradient per step."""
+    how far these led on average. Sets ``use_local_updates``. For lines that do not carry a gradient per step.
+    ``StreamingDiLoCo(...)``: a fragment of the parameters at a time, while training goes on."""
 
     use_local_updates: bool = _argument(False, check.flag)
     """Step at every batch with this peer's own gradients and average parameters only. Set it if the network is too slow
