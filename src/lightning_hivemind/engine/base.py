@@ -42,6 +42,16 @@ class StepOutcome:
     committed: bool
 
 
+class RanksSums(Protocol):
+    """Where ranks of this peer have gradients in parts: each sums its own. From the training thread."""
+
+    def add(self, factor: float, *, first: bool) -> None:
+        """So many times the gradient of the batch that has just ended, to the sum; the ``first`` begins another one."""
+
+    def gather(self, whole: Sequence[torch.Tensor]) -> list[bool]:
+        """The sum into these, float32 CPU; returns which parameters a batch has reached: of the others it is zeros."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerTraining:
     """What the engine is given to train; built by the strategy once Lightning has made the optimizer.
@@ -65,6 +75,7 @@ class PeerTraining:
         last_step: the global step after which this peer's training ends; -1 if that is not known.
         refresh: ``callable(what)``, called from the training thread: brings the parameters of ``optimizer``, or its
             state, too, up to date, where ranks have them in parts. None: they always are.
+        sums: of gradients that ranks have in parts. None: they are in ``param.grad`` of ``optimizer``.
         steps_on: the device on which ``optimizer`` steps, where its parameters are elsewhere.
         steps_by: what else the last bits of its steps depend on, beside torch.
         outside: of the module's parameters that are not the optimizer's, a name and a digest of all: a warning tells of
@@ -84,6 +95,7 @@ class PeerTraining:
     last_step: Callable[[], int] = lambda: -1
     changed: Callable[[Changed], None] = lambda what: None
     refresh: Callable[[Changed], None] | None = None
+    sums: RanksSums | None = None
     steps_on: torch.device | None = None
     steps_by: str = ""
     outside: tuple[str, str] = ("", "")

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lightning_hivemind.engine.base import Changed, PeerTraining, StepOutcome
+from lightning_hivemind.engine.base import Changed, PeerTraining, RanksSums, StepOutcome
 from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
-from lightning_hivemind.peer.words import Done, Gather, Step, Values, Word
+from lightning_hivemind.peer.words import Add, Done, Gather, GatherSum, Step, Values, Word
 
 
 class FollowingEngine:
@@ -37,7 +37,7 @@ class FollowingEngine:
 
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         if batch_samples:
-            self._model.gather_gradients()
+            self._model.batch_ended()
         return self._follow("step")
 
     def before_validation(self, *, last: bool = False) -> None:
@@ -89,12 +89,21 @@ class FollowingEngine:
                 self._take(word)
             elif isinstance(word, Gather):
                 self._model.refresh(Changed(word.what))
+            elif isinstance(word, Add):
+                self._sums.add(word.factor, first=word.first)
+            elif isinstance(word, GatherSum):
+                self._sums.gather(())
             else:
                 done = self._ranks.expect(Done, call, word)
                 self.epoch, self.num_peers, self.stop_epoch = done.epoch, done.num_peers, done.stop_epoch
                 self.local_samples, self.swarm_samples = done.local_samples, done.swarm_samples
                 self._value = done.value
                 return StepOutcome(epoch=done.epoch, committed=done.committed)
+
+    @property
+    def _sums(self) -> RanksSums:
+        assert self._model.sums is not None, "rank 0 has gradients by itself"
+        return self._model.sums
 
     def _make(self, step: Step) -> None:
         """One step of the optimizer, as rank 0 makes it now."""

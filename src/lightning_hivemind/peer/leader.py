@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_hivemind.engine.base import Changed, Engine, PeerTraining, StepOutcome
+from lightning_hivemind.engine.base import Changed, Engine, PeerTraining, RanksSums, StepOutcome
 from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
-from lightning_hivemind.peer.words import Done, Gather, Step, Values
+from lightning_hivemind.peer.words import Add, Done, Gather, GatherSum, Step, Values
+
+
+class _Sums:
+    """:class:`.RanksSums` of which the other ranks hear."""
+
+    def __init__(self, ranks: Ranks, sums: RanksSums) -> None:
+        self._ranks, self._sums = ranks, sums
+
+    def add(self, factor: float, *, first: bool) -> None:
+        self._ranks.tell(Add(factor, first))
+        self._sums.add(factor, first=first)
+
+    def gather(self, whole: Sequence[Tensor]) -> list[bool]:
+        self._ranks.tell(GatherSum())
+        return self._sums.gather(whole)
 
 
 class LeadingEngine:
@@ -48,6 +64,7 @@ class LeadingEngine:
             before_optimizer_step=self._before_step,
             changed=self._note,
             refresh=self._refresh if model.in_parts else None,
+            sums=None if model.sums is None else _Sums(ranks, model.sums),
             steps_on=model.steps_on,
             steps_by=model.steps_by,
         )
@@ -72,7 +89,7 @@ class LeadingEngine:
     def step(self, batch_samples: int, gradient_scale: float = 1.0) -> StepOutcome:
         with self._ranks.together():
             if batch_samples:
-                self._model.gather_gradients()
+                self._model.batch_ended()
             return self._tell("step", self._engine.step(batch_samples, gradient_scale))
 
     def before_validation(self, *, last: bool = False) -> None:

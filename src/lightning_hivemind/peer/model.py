@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.engine.base import Changed, RanksSums
 from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.statistics import has_mean
 from lightning_hivemind.peer.ranks import Group, Ranks
@@ -29,6 +29,8 @@ class PeerModel(ABC):
     """
 
     in_parts = False
+    #: of what the backward passes leave, where rank 0 cannot sum it by itself
+    sums: RanksSums | None = None
     #: where the ranks' optimizers step, if not where the parameters of :attr:`optimizer` are
     steps_on: torch.device | None = None
     #: see :attr:`.PeerTraining.steps_by`
@@ -57,8 +59,8 @@ class PeerModel(ABC):
     # ------------------------------------------------------------------ to rank 0
 
     @abstractmethod
-    def gather_gradients(self) -> None:
-        """Into ``param.grad`` of :attr:`optimizer`, what the last backward pass has left."""
+    def batch_ended(self) -> None:
+        """What was averaged before is done with. Raises ArgumentError: the optimizer has parameters that it had not."""
 
     @abstractmethod
     def refresh(self, what: Changed) -> None:

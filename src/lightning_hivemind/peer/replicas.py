@@ -30,8 +30,8 @@ class Replicas(PeerModel):
     def parameters(self) -> list[Tensor]:
         return parameters_of(self.local)
 
-    def gather_gradients(self) -> None:
-        """Rank 0 has them, as all have."""
+    def batch_ended(self) -> None:
+        """Rank 0's engine looks."""
 
     def refresh(self, what: Changed) -> None:
         """The engine has rank 0's own."""

@@ -17,6 +17,7 @@ from lightning_hivemind.engine.groups import parameters_of, settings_of
 from lightning_hivemind.engine.native.averaged import refuse_more
 from lightning_hivemind.errors import RanksError, StateError
 from lightning_hivemind.peer.model import PeerModel
+from lightning_hivemind.peer.partial_sums import PartialSums
 from lightning_hivemind.peer.pieces import Pieces
 from lightning_hivemind.peer.ranks import Group, Ranks
 from lightning_hivemind.peer.shards import OfPiece, Shards
@@ -50,10 +51,10 @@ class _Other:
 class Sharded(PeerModel):
     """See the module, and :class:`.PeerModel`.
 
-    In rank 0's host memory there are the parameters and one gradient of each: twice the bytes of the whole model.
+    In rank 0's host memory there are the parameters. Of what a rank has itself there is a sum of gradients, in float32.
 
     Args:
-        sums_first: gradients are averaged before a step, so rank 0 has those of each batch.
+        sums_first: gradients are averaged before a step.
         hooked: hooks of the user's may change gradients just before a step.
     """
 
@@ -72,15 +73,15 @@ class Sharded(PeerModel):
     ) -> None:
         super().__init__(ranks, group, shards.optimizer, tensors, each_steps=each_steps)
         self.shards = shards
-        self._sums_first, self._hooked = sums_first, hooked
+        self._hooked = hooked
         self._trained = [p.requires_grad for p in shards.of_optimizer]
         #: which have an averaged gradient, and at rank 0 where they all are; None before the first one
         self._averages: tuple[Sequence[bool], Sequence[Tensor] | None] | None = None
         self._pieces = Pieces(ranks, shards.pieces, self._host)
+        self.sums = PartialSums(ranks, shards, self._pieces) if sums_first else None
         self._all = range(shards.count)
         #: at rank 0
         self._whole: list[Tensor] = []
-        self._gradients: list[Tensor] = []
         if ranks.leads:
             self._whole = [
                 torch.empty(shape, dtype=dtype, device="cpu").requires_grad_(parameter.requires_grad)
@@ -98,23 +99,10 @@ class Sharded(PeerModel):
 
     # ------------------------------------------------------------------ to rank 0
 
-    @torch.no_grad()
-    def gather_gradients(self) -> None:
+    def batch_ended(self) -> None:
         refuse_more(len(parameters_of(self.local)), self.shards.of_optimizer, self._trained)
-        if not self._sums_first:
-            return
-        found = self.shards.gradients()
-        told = self._ranks.share("gradients", "".join("01"[one is not None] for one in found))
-        which = [number for number in self._all if any(one[number] == "1" for one in told)]
-        whole: list[Tensor] = []
-        if self._ranks.leads:
-            self._gradients = self._gradients or [torch.empty_like(one, requires_grad=False) for one in self._whole]
-            whole = [self._gradients[n] for n in which]
-        self._pieces.gather(which, self._parts_of(which, found), self._dtypes(which), whole)
         for parameter in self._whole:
             parameter.grad = None
-        for n, one in zip(which, whole, strict=self._ranks.leads):
-            self._whole[n].grad = one
 
     @torch.no_grad()
     def refresh(self, what: Changed) -> None:

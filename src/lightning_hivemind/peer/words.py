@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,19 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
+class Add:
+    """From rank 0: add so many times the gradient of this batch to the sum; the ``first`` begins another one."""
+
+    factor: float
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSum:
+    """From rank 0: it wants that sum."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """From rank 0: the call ``what`` of its engine has come back, and what the others' engines say now."""
 
@@ -82,8 +95,8 @@ class Failed:
     reason: str
 
 
-Word = Item | Shared | Step | Values | Gather | Done | Waiting | Failed
-_WORDS = {one.__name__: one for one in (Item, Shared, Step, Values, Gather, Done, Waiting, Failed)}
+Word = Item | Shared | Step | Values | Gather | Add | GatherSum | Done | Waiting | Failed
+_WORDS = {one.__name__: one for one in get_args(Word)}
 
 
 def encode(word: Word) -> bytes:

@@ -12,6 +12,7 @@ from lightning_hivemind.engine.native.means import Mean
 from lightning_hivemind.engine.native.protocol.lineage import MOST_SAMPLES, Contribution
 from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.sums import Summing
 
 
 def parameters() -> list[Tensor]:
@@ -97,7 +98,7 @@ def test_a_parameter_without_a_gradient_counts_as_zeros(gradients: Gradients) ->
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_it_is_told_of_which_parameters_there_is_no_gradient_at_all(in_place: bool) -> None:
-    gradients = Gradients("me", parameters(), Statistics([]), max_staleness=1, in_place=in_place)
+    gradients = Gradients("me", parameters(), Statistics([]), max_staleness=1, summing=Summing(in_place=in_place))
     first, last = gradients.parameters
     for number, reached in enumerate((first, last, None)):
         for parameter in gradients.parameters:
@@ -136,7 +137,9 @@ def test_what_is_frozen_during_the_fit_is_something_once_more_at_most(way: str) 
     """Where nobody trains it any more a zero gradient would let weight decay and momentum move it."""
     trained = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
     rank = LowRank([(2, 3), (4,)], [2], rank=1, min_compression_ratio=-9.0) if way == "low rank" else None
-    gradients = Gradients("me", trained, Statistics([]), max_staleness=1, in_place=way == "in place", low_rank=rank)
+    gradients = Gradients(
+        "me", trained, Statistics([]), max_staleness=1, summing=Summing(in_place=way == "in place"), low_rank=rank
+    )
 
     def marks(epoch: int, *reached: Tensor) -> list[float]:
         if rank is not None:
@@ -184,7 +187,7 @@ def test_after_a_failed_round_everything_is_given_again_with_what_came_since(gra
 
 
 def test_what_is_summed_in_place_is_ready_between_two_batches_only() -> None:
-    gradients = Gradients("me", parameters(), Statistics([]), max_staleness=1, in_place=True)
+    gradients = Gradients("me", parameters(), Statistics([]), max_staleness=1, summing=Summing(in_place=True))
     add(gradients, 1.0, 6)
     assert (gradients.samples, gradients.ready) == (6, 6)
     gradients.begin_batch()
@@ -237,7 +240,7 @@ def test_what_was_left_out_is_added_to_what_is_given_next(gradients: Gradients) 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_batch_that_was_begun_in_another_lineage_does_not_count_in_this_one(in_place: bool) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
-    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=in_place)
+    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, summing=Summing(in_place=in_place))
     gradients.stands_at(7)
     for lost in (8, 0):
         gradients.begin_batch()
@@ -252,7 +255,7 @@ def test_a_batch_that_was_begun_in_another_lineage_does_not_count_in_this_one(in
 
 def test_a_sum_in_place_follows_the_loss_scale() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
-    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=True)
+    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, summing=Summing(in_place=True))
     assert gradients.weight(4) == 1.0
     weight.grad = torch.full((2,), 8.0)
     gradients.add(4, 0, 8.0)
@@ -347,7 +350,7 @@ def test_who_goes_where_its_contributions_cannot_be_followed_keeps_nothing(gradi
 def test_a_sum_in_place_that_is_discarded_begins_anew_with_the_next_batch() -> None:
     """A batch that overflowed was added to it: without this every batch after it would overflow, too."""
     weight = torch.zeros(2, requires_grad=True)
-    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=True)
+    gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, summing=Summing(in_place=True))
     weight.grad = torch.tensor([float("inf"), 1.0])
     gradients.begin_batch()
     assert gradients.discard() == 0
@@ -363,7 +366,7 @@ def in_place() -> tuple[Gradients, Tensor]:
     """One weight, whose gradient the batches add up in."""
     weight = torch.zeros(2, requires_grad=True)
     weight.grad = torch.zeros(2)
-    return Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=True), weight
+    return Gradients("me", [weight], Statistics([]), max_staleness=1, summing=Summing(in_place=True)), weight
 
 
 def batch_in_place(gradients: Gradients, weight: Tensor, value: float, samples: int) -> None:
@@ -424,7 +427,7 @@ def test_a_batch_whose_step_is_left_out_loses_nothing(in_place: tuple[Gradients,
 def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
     for in_place in (False, True):
         weight = torch.zeros(3, 2, requires_grad=True)
-        gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, in_place=in_place)
+        gradients = Gradients("me", [weight], Statistics([]), max_staleness=1, summing=Summing(in_place=in_place))
         assert gradients.weight(1) == 1.0
         weight.grad = torch.sparse_coo_tensor([[1]], [[4.0, 6.0]], (3, 2))
         gradients.add(1, 0)

@@ -271,7 +271,7 @@ def test_gradients_are_given_as_factors_and_taken_back_whole() -> None:
     contribution = Contribution(peer="me", number=again[0].number, samples=16)
     gradients.decided(again[1], 0)
     assert gradients.committed([contribution], 1) == 0
-    whole, carried = gradients.unpack(again[1], 0)
+    whole, carried = low_rank.unpack(again[1], 0)
     assert carried is not None
     assert whole.shape == (401,)
     weight.grad = torch.ones(20, 20)
@@ -298,5 +298,5 @@ def test_samples_stay_here_while_the_step_before_is_not_known() -> None:
     gradients.committed([], 1)
     assert gradients.give() is None
     assert gradients.samples == 8
-    gradients.unpack(torch.zeros(41), 0)
+    low_rank.unpack(torch.zeros(41), 0)
     assert gradients.give() is not None

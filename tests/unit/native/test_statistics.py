@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_hivemind.engine.native.gradients import Gradients
 from lightning_hivemind.engine.native.statistics import Statistics
+from lightning_hivemind.engine.native.sums import Summing
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -99,7 +100,9 @@ def test_what_lies_in_the_tensors_while_they_are_lent_is_no_change() -> None:
 def test_local_updates_are_given_as_they_were_before_the_model_was_lent() -> None:
     weight = torch.zeros(2)
     statistics = Statistics([weight], carries=True)
-    gradients = Gradients("me", [weight], statistics, max_staleness=1, local_step=lambda: weight.add_(1.0))
+    gradients = Gradients(
+        "me", [weight], statistics, max_staleness=1, summing=Summing(local_step=lambda: weight.add_(1.0))
+    )
     gradients.add(8, 0)
     statistics.lend()
     weight.add_(100.0)
@@ -316,7 +319,7 @@ def local() -> tuple[Gradients, Statistics, Tensor]:
     weight = torch.zeros(2)
     statistics = Statistics([weight], carries=True)
     return (
-        Gradients("me", [weight], statistics, max_staleness=1, local_step=lambda: weight.add_(1.0)),
+        Gradients("me", [weight], statistics, max_staleness=1, summing=Summing(local_step=lambda: weight.add_(1.0))),
         statistics,
         weight,
     )

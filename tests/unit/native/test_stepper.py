@@ -22,6 +22,7 @@ from lightning_hivemind.engine.native.pace import Pace
 from lightning_hivemind.engine.native.protocol.lineage import Commit, Head
 from lightning_hivemind.engine.native.state.snapshot import Snapshot, State
 from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.engine.native.sums import Summing
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.training.optimizers import rebuilder
 from lightning_hivemind.training.schedulers import SwarmSchedulers
@@ -251,7 +252,12 @@ def test_a_round_that_comes_to_nothing_changes_neither_parameters_nor_optimizer(
         rank.begin(1)
     stepper, statistics = trainee.stepper, trainee.stepper.statistics
     gradients = Gradients(
-        "me", stepper.model_parameters, statistics, max_staleness=9, in_place=sums == "in place", low_rank=rank
+        "me",
+        stepper.model_parameters,
+        statistics,
+        max_staleness=9,
+        summing=Summing(in_place=sums == "in place"),
+        low_rank=rank,
     )
     handover = Handover("me", gradients, Pace(64, longest_s=1.0), reduces=True, gives=True)
     handover.adopted(head(1))

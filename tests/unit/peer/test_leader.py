@@ -33,15 +33,15 @@ class Model:
     """Whose values are handed out, gathered and stepped on, in this order."""
 
     each_steps = changes_with_statistics = True
-    steps_on, steps_by = None, ""
+    steps_on, steps_by, sums = None, "", None
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, in_parts: bool) -> None:
         self.optimizer = self.local = optimizer
         self.in_parts = in_parts
         self.done: list[Any] = []
 
-    def gather_gradients(self) -> None:
-        self.done.append("gathered gradients")
+    def batch_ended(self) -> None:
+        self.done.append("batch ended")
 
     def values(self, changed: Changed) -> None:
         self.done.append(("values", changed))
@@ -91,7 +91,7 @@ def test_a_state_that_was_taken_is_at_all_ranks_before_they_step_on_it() -> None
     engine, real, ranks, model = leading()
     real.do = adopt_and_step
     engine.step(8)
-    assert model.done == ["gathered gradients", ("values", Changed.STATE), "gradients"]
+    assert model.done == ["batch ended", ("values", Changed.STATE), "gradients"]
     assert [type(word) for word in ranks.words] == [Values, Step, Done]
 
 
@@ -99,7 +99,7 @@ def test_of_whole_models_what_was_stepped_on_goes_out_once_at_the_end() -> None:
     engine, real, ranks, model = leading(in_parts=False)
     real.do = adopt_and_step
     engine.step(8)
-    assert model.done == ["gathered gradients", "gradients", ("values", Changed.STATE)]
+    assert model.done == ["batch ended", "gradients", ("values", Changed.STATE)]
     assert [type(word) for word in ranks.words] == [Step, Values, Done]
 
 

@@ -97,7 +97,7 @@ def added(rank: int, group: Any) -> Any:
     sharded, _ = made(rank, group)
     sharded.local.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     try:
-        sharded.gather_gradients()
+        sharded.batch_ended()
     except Exception as error:
         return str(error)
     return "nothing"

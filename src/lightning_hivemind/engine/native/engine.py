@@ -30,6 +30,7 @@ from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.steps import Step
+from lightning_hivemind.engine.native.sums import Summing
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import DaemonError
@@ -68,15 +69,17 @@ class NativeEngine:
             self._stepper.model_parameters,
             self._stepper.statistics,
             max_staleness=arguments.max_staleness + late,
-            in_place=arguments.reuse_grad_buffers,
-            local_step=self._stepper.step_alone if local else None,
+            summing=Summing(
+                in_place=arguments.reuse_grad_buffers,
+                local_step=self._stepper.step_alone if local else None,
+                is_stale=lambda: self._stepper.stale,
+                ranks=training.sums,
+            ),
             low_rank=low_rank,
             memory=self._memory,
-            is_stale=lambda: self._stepper.stale,
         )
-        kind = kind_of(training.steps_on or parameters_of(self.optimizer)[0].device, training.steps_by)
-        every = arguments.average_state_every
-        self._agreement = Agreement(network.peer_id, kind, every if every > 1 else EVERY)
+        device, every = training.steps_on or parameters_of(self.optimizer)[0].device, arguments.average_state_every
+        self._agreement = Agreement(network.peer_id, kind_of(device, training.steps_by), every if every > 1 else EVERY)
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None
@@ -173,7 +176,8 @@ class NativeEngine:
     # ------------------------------------------------------------------ step
 
     def begin_batch(self) -> StepOutcome:
-        handover, wait, committed = self._running().handover, not overlaps(self._a), False
+        handover, committed = self._running().handover, False
+        wait = not overlaps(self._a) or self._gradients.is_far_ahead
         self._stepper.back()
         limit_s = self._limit_s if wait else 0.0
         self._gradients.end_batch()
@@ -275,7 +279,7 @@ class NativeEngine:
 
     def _apply(self, step: Step) -> None:
         """Make one global step."""
-        commit, head = step.commit, step.commit.head
+        head = step.commit.head
         self._reports.round_started(self.epoch, step.mine)
         if not self._a.auxiliary:
             steps_on_sums = self._a.reuse_grad_buffers and not self._a.recreates_optimizer
@@ -283,8 +287,7 @@ class NativeEngine:
             self._note_parameters()  # of the step before, if it was made in the background until now
             with self._gradients.lent() if steps_on_sums else contextlib.nullcontext():
                 assert step.average is not None, "a step whose average is not here"
-                average, carried = self._gradients.unpack(step.average, commit.parent.epoch)
-                self._stepper.step(average, head, step.counted, carried, mine=step.mine)
+                self._stepper.step(step.average, head, step.counted, mine=step.mine)
         self._head = head
         if not self._a.auxiliary:
             self._note_parameters()
@@ -294,10 +297,12 @@ class NativeEngine:
         self._reports.step(step)
 
     def _gather(self, *, due: bool) -> None:
-        """Where ranks have parameters in parts, which their own steps change: for a round that calls, or is ``due``."""
+        """What ranks have in parts, and have summed or moved since: for a round that calls, or is ``due``."""
         pace = self._running().handover.pace
-        if self._stepper.stale and (due or pace.wanted):
-            self._stepper.gathered.refresh(Changed.PARAMETERS)
+        if self._gradients.is_stale() and (due or pace.wanted):
+            if self._stepper.stale:
+                self._stepper.gathered.refresh(Changed.PARAMETERS)
+            self._gradients.gather()
             pace.wanted = False
             self._running().driver.contributed()  # which joins that round now
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.host import host_zeros
 from lightning_hivemind.engine.native.left_out import LeftOut
 from lightning_hivemind.engine.native.low_rank import LowRank
 from lightning_hivemind.engine.native.means import Carried, Made, Mean, mean_of
@@ -22,7 +21,7 @@ from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.protocol.lineage import MOST_EPOCHS, MOST_SAMPLES, Contribution, PeerId
 from lightning_hivemind.engine.native.seam import Parcel
 from lightning_hivemind.engine.native.statistics import Statistics
-from lightning_hivemind.engine.native.sums import BufferSum, InPlaceSum, LocalUpdates, trained_now
+from lightning_hivemind.engine.native.sums import BESIDE, PartsSum, Summing, trained_now
 
 
 class Gradients:
@@ -33,10 +32,7 @@ class Gradients:
         parameters: of the optimizer; those that require no gradient are left out. All on one device.
         statistics: what is averaged besides, behind the gradients.
         max_staleness: what was computed with parameters of more epochs ago is dropped.
-        in_place: sum in ``param.grad`` itself (``reuse_grad_buffers``).
-        local_step: use every batch's gradient at once, by this (``use_local_updates``): what is given is how
-            ``statistics`` have changed, and that never gets too old.
-        is_stale: whether ``local_step`` has changed what is not gathered yet: then nothing is given.
+        summing: with its ``local_step`` what is given is how ``statistics`` have changed, which never gets too old.
         low_rank: what is given and averaged are factors of the flat vector.
 
     Attributes:
@@ -53,24 +49,18 @@ class Gradients:
         statistics: Statistics,
         *,
         max_staleness: int,
-        in_place: bool = False,
-        local_step: Callable[[], None] | None = None,
+        summing: Summing = BESIDE,
         low_rank: LowRank | None = None,
         memory: Memory | None = None,
-        is_stale: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._me, self._memory, self.is_stale = me, memory or Memory(), is_stale
+        self._me, self._memory = me, memory or Memory()
         self._max_staleness, self._statistics = max_staleness, statistics
-        self.parameters = [p for p in parameters if p.requires_grad and local_step is None]
-        self._lock, self._local = threading.RLock(), local_step is not None
+        self._lock, self._local = threading.RLock(), summing.local_step is not None
+        self.parameters = [p for p in parameters if p.requires_grad and not self._local]
         sizes = [*(p.numel() for p in self.parameters), *statistics.sizes]
         self.marks, self._low_rank = len(self.parameters), low_rank
         self.whole = sum(sizes) + self.marks
-        self._sum: BufferSum | InPlaceSum | LocalUpdates
-        if local_step is not None:
-            self._sum = LocalUpdates(local_step, self._memory, self.whole)
-        else:
-            self._sum = (InPlaceSum if in_place else BufferSum)(self.parameters, self._memory, self.whole)
+        self._sum = summing.make(self.parameters, self._memory, self.whole)
         self.sizes = sizes if low_rank is None else low_rank.sizes[:-1]
         self.elements, self.moments = sum(self.sizes) + self.marks, statistics.moments
         self.of_gradients = len(self.sizes) - len(statistics.sizes)
@@ -83,8 +73,6 @@ class Gradients:
         self._carried = Carried(self.marks)
         self._number, self._head_epoch = time.time_ns() // 1000, 0  # grows over restarts, too
         self._left_out = LeftOut(self._memory, self.parameters if low_rank is None else ())
-        #: parameters of which there ever was a gradient here: what a low rank left out of it comes later
-        self._ever = host_zeros(self.marks)
 
     # ------------------------------------------------------------------ the training thread
 
@@ -101,6 +89,13 @@ class Gradients:
         """Samples that :meth:`give` would give now: not those of a sum in place to which a batch is being added."""
         with self._lock:
             return self.samples - (self._sum.samples if self._sum.busy else 0)
+
+    @property
+    def is_far_ahead(self) -> bool:
+        """With ``local_step``: as many samples are here, since this peer gave to the round under way, as it gave."""
+        with self._lock:
+            given = self._given
+            return self._local and given is not None and self.samples >= 2 * given.contribution.samples
 
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch of ``samples`` by, before its backward pass."""
@@ -130,6 +125,15 @@ class Gradients:
             if lost := samples if void and not self._sum.busy else self._sum.add(samples, epoch, scale):
                 self._statistics.forget()
             return lost + self._prune()
+
+    def is_stale(self) -> bool:
+        """Whether ranks have something in parts that is to be gathered before it can be given."""
+        return self._sum.elsewhere
+
+    def gather(self) -> None:
+        """What ranks have summed, so that it can be given. (With ``local_step`` who is told of steps gathers.)"""
+        if isinstance(self._sum, PartsSum) and self._sum.elsewhere:
+            self._sum.gather(self._lock)
 
     def end_batch(self) -> None:
         """The batch that was begun, if it was not added, is over: its step was left out, say."""
@@ -292,10 +296,6 @@ class Gradients:
         if self._low_rank is not None:
             self._low_rank.learn(average, epoch)
 
-    def unpack(self, average: Tensor, epoch: int) -> tuple[Tensor, Tensor | None]:
-        """The flat vector, float32 CPU, of the step from ``epoch``; and :attr:`.LowRank.carried` after it."""
-        return (average, None) if self._low_rank is None else self._low_rank.unpack(average, epoch)
-
     def moved(self, epoch: int) -> int:
         """To ``epoch`` by a way on which contributions cannot be followed: none is kept. Returns the lost samples."""
         with self._lock:
@@ -305,7 +305,6 @@ class Gradients:
             self._left_out.forget()
             self._carried.take()
             self._void, self._batch_is_void = True, self._computing
-            self._ever.zero_()
             return lost
 
     # ------------------------------------------------------------------ private
@@ -326,7 +325,7 @@ class Gradients:
 
     def _collect(self) -> tuple[Made, Tensor] | None:
         """All that is here and in no commit, as a contribution of its own; None if there is nothing."""
-        if self._local and (self._statistics.epoch != self._head_epoch or self.is_stale()):
+        if self._local and (self._statistics.epoch != self._head_epoch or self._sum.elsewhere):
             return None  # the step to there is still to be made here: it may have these changes already
         own, self._number = self._take_all(), self._number + 1
         self._back, carried = own, self._carried.take()
@@ -340,8 +339,7 @@ class Gradients:
             self._carried.put_back(carried)
             raise
         if self._low_rank is not None and values is not None:
-            marks = values[values.numel() - self.marks :]
-            marks.copy_(torch.maximum(self._ever.mul_(trained_now(self.parameters)), marks, out=self._ever))
+            self._low_rank.mark(values[values.numel() - self.marks :], trained_now(self.parameters))
             values = self._low_rank.pack(values, self._number, samples, self._head_epoch)
         if values is None:
             return None
@@ -372,7 +370,7 @@ class Gradients:
         total = self._sum
         if self._local and self._back is not None and not total.samples:
             return replace(self._back, values=self._statistics.changes(self._head_epoch))
-        if not total.samples or total.busy:
+        if not total.samples or total.busy or total.elsewhere:
             return self._back
         room = None if self._back is None or self._local else self._memory.floats(self.whole)  # there may be none
         samples, epoch = total.samples, total.epoch

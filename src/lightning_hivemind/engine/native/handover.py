@@ -190,6 +190,7 @@ class Handover:
             return None
         with self.changed:
             steps = self.pace.steps_within(takes_s, time.monotonic())
+            self.pace.wanted |= self._gradients.is_stale()  # for the next time
         lost, parcel = self._gradients.hand_over(steps)
         if lost:
             with self.changed:

@@ -117,6 +117,8 @@ class LowRank:
         self._left = host_zeros(sum(one.elements for one in self._matrices))
         self._total = torch.zeros_like(self._left)
         self._given: _Given | None = None
+        #: which parameters have ever had a gradient since
+        self._ever = host_zeros(len(shapes))
         #: by epoch, from that of the optimizer to the last one that is known; and averages that lead further
         self._bases: dict[int, Tensor] = {}
         self._averages: dict[int, Tensor] = {}
@@ -136,6 +138,7 @@ class LowRank:
         with self._lock:
             self._bases, self._averages, self._given = {epoch: self.carried.clone()}, {}, None
             self._left.zero_()
+            self._ever.zero_()
 
     def stands_at(self, epoch: int) -> None:
         """This peer goes on from its own state, of ``epoch``: what it has heard of later ones is void."""
@@ -144,6 +147,14 @@ class LowRank:
             self._averages.clear()
 
     # ------------------------------------------------------------------ what is given
+
+    def mark(self, marks: Tensor, trained: Tensor) -> None:
+        """Into ``marks``: also those that had a gradient before, of which something may have been left out till now.
+
+        ``trained``: 1.0 for each parameter that can have one, else 0.0; float32 CPU.
+        """
+        with self._lock:
+            marks.copy_(torch.maximum(self._ever.mul_(trained), marks, out=self._ever))
 
     @torch.no_grad()
     def pack(self, mean: Tensor, number: int, samples: int, epoch: int) -> Tensor | None:

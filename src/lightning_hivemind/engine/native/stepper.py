@@ -148,7 +148,6 @@ class Stepper:
         average: Tensor,
         head: Head,
         counted: Tensor | None = None,
-        carried: Tensor | None = None,
         *,
         mine: int = 0,
     ) -> None:
@@ -156,8 +155,8 @@ class Stepper:
         for each trained parameter 0.0 where nobody has a gradient: it gets none either, as in a plain Trainer.
 
         Its memory becomes that of the gradients where they have it, too, and is then changed (by clipping, say).
-        Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`; ``carried``:
-        :attr:`.LowRank.carried` after it. ``mine``: of this peer's samples, how many are in it.
+        Delayed, the model has it after a later :meth:`settle`. ``counted``: see :meth:`.Statistics.step`. ``mine``: of
+        this peer's samples, how many are in it. Of a low rank ``average`` are factors.
         """
         if self._local:
             self.gathered.refresh(Changed.PARAMETERS)
@@ -169,6 +168,9 @@ class Stepper:
             self._training.changed(Changed.PARAMETERS | Changed.STATISTICS | self._moments_changed)
             return
         self.settle(wait=True)
+        carried = None
+        if self.low_rank is not None:
+            average, carried = self.low_rank.unpack(average, head.epoch - 1)
         begin = put_gradients(average, parameters_of(self.optimizer), self._model, self._trained)
         statistics = average[begin : begin + self.statistics.elements]
         with torch.enable_grad():

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hivemind.engine.base import RanksSums
 from lightning_hivemind.engine.native.memory import Memory
 from lightning_hivemind.engine.native.transfer import Transfer
 
@@ -35,6 +39,11 @@ class BufferSum:
         #: whether a batch is being computed that writes where the sum is; whether an average is there
         self.busy = self.lent = False
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is not here, and cannot be taken."""
+        return False
+
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch by, before its backward pass."""
         return 1.0
@@ -54,19 +63,19 @@ class BufferSum:
         if first:
             self.first, self.epoch = samples, epoch
             self._unit = 2.0 ** min(0, round(math.log2(samples / self._last))) if self._last else 1.0
+        self._add(self._unit if first else self._unit * (samples / self.first), first=first)
+        self.samples += samples
+        return 0
+
+    def _add(self, factor: float, *, first: bool) -> None:
         if self._values is None:
             self._values = self._memory.floats(self._whole)
         parts = zip(views(self._values, self._parameters), self._parameters, strict=True)
         for number, (part, parameter) in enumerate(parts):
-            gradient = dense(parameter)
+            gradient = dense(parameter.grad)
             self._reached[number] = gradient is not None or (self._reached[number] and not first)
-            if first:
-                _put(gradient, self._unit, part)
-            elif gradient is not None:
-                part.add_(gradient, alpha=self._unit * (samples / self.first))
+            add(gradient, factor, part, first=first)
         self._transfer.written()
-        self.samples += samples
-        return 0
 
     def take(self) -> Tensor:
         """float32 CPU (whole,): the mean over samples, at the end which parameters have one; another sum begins."""
@@ -88,11 +97,42 @@ class BufferSum:
         self.samples = 0
 
 
+class PartsSum(BufferSum):
+    """Ranks of this peer have their gradients, and the sum of them, in parts: it can be taken after :meth:`gather`."""
+
+    def __init__(self, ranks: RanksSums, parameters: Sequence[Tensor], memory: Memory, whole: int) -> None:
+        super().__init__(parameters, memory, whole)
+        self._ranks = ranks
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether there is more of it than was gathered."""
+        return bool(self.samples) and self._values is None
+
+    def gather(self, lock: AbstractContextManager[Any]) -> None:
+        """From the training thread. ``lock``: for whoever clears the sum, which may be done meanwhile."""
+        values = self._memory.floats(self._whole)
+        reached = self._ranks.gather(views(values, self._parameters))
+        with lock:
+            if self.samples:
+                self._values, self._reached = values, reached
+
+    def _add(self, factor: float, *, first: bool) -> None:
+        self._values = None
+        self._ranks.add(factor, first=first)
+
+    def clear(self) -> None:
+        super().clear()
+        self._values = None
+
+
 class InPlaceSum:
     """``reuse_grad_buffers``: the backward passes themselves add up in ``param.grad``, which nobody else clears.
 
     In host memory those of float32 are parts of one vector, which will be given as it is.
     """
+
+    elsewhere = False
 
     def __init__(self, parameters: Sequence[Tensor], memory: Memory, whole: int) -> None:
         self._parameters, self._memory, self._whole = parameters, memory, whole
@@ -159,7 +199,7 @@ class InPlaceSum:
         self._transfer.fetch(
             (gradient, target)
             for target, parameter, part in parts
-            if not _is_at(parameter.grad, part) and (gradient := dense(parameter)) is not None
+            if not _is_at(parameter.grad, part) and (gradient := dense(parameter.grad)) is not None
         )
         reached = [_was_reached(*one) for one in parts]
         for mark, (target, _, _) in zip(reached, parts, strict=True):
@@ -189,9 +229,13 @@ class LocalUpdates:
     elements = 0
     busy = lent = False
 
-    def __init__(self, step: Callable[[], None], memory: Memory, whole: int) -> None:
-        self._step, self._memory, self._whole = step, memory, whole
+    def __init__(self, step: Callable[[], None], is_stale: Callable[[], bool], memory: Memory, whole: int) -> None:
+        self._step, self._is_stale, self._memory, self._whole = step, is_stale, memory, whole
         self.samples = self.first = self.epoch = 0
+
+    @property
+    def elsewhere(self) -> bool:
+        return self._is_stale()
 
     def weight(self, samples: int) -> float:
         return 1.0
@@ -220,13 +264,44 @@ class LocalUpdates:
         self.samples = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summing:
+    """How a peer's gradients are summed: beside ``param.grad``, if nothing is said.
+
+    Attributes:
+        in_place: in ``param.grad`` itself (``reuse_grad_buffers``).
+        local_step: each batch's gradient is used at once, by this (``use_local_updates``).
+        is_stale: whether ``local_step`` has changed what is not gathered yet: then nothing can be given.
+        ranks: which have gradients in parts, and sum them.
+    """
+
+    in_place: bool = False
+    local_step: Callable[[], None] | None = None
+    is_stale: Callable[[], bool] = lambda: False
+    ranks: RanksSums | None = None
+
+    def make(self, parameters: Sequence[Tensor], memory: Memory, whole: int) -> BufferSum | InPlaceSum | LocalUpdates:
+        """``whole``: elements of the vector that is given, of which the sum is the first part."""
+        if self.local_step is not None:
+            return LocalUpdates(self.local_step, self.is_stale, memory, whole)
+        if self.ranks is not None:
+            return PartsSum(self.ranks, parameters, memory, whole)
+        return (InPlaceSum if self.in_place else BufferSum)(parameters, memory, whole)
+
+
+BESIDE = Summing()
+
+
 def _device_of(parameters: Sequence[Tensor]) -> torch.device:
     return parameters[0].device if parameters else torch.device("cpu")
 
 
-def _put(gradient: Tensor | None, factor: float, part: Tensor) -> None:
-    """``factor`` times a gradient, if there is one, into its part of a sum."""
-    if gradient is None:
+def add(gradient: Tensor | None, factor: float, part: Tensor, *, first: bool) -> None:
+    """``factor`` times a gradient, if there is one, to its part of a sum, which the ``first`` one begins."""
+    if not first:
+        if gradient is not None:
+            part.add_(gradient, alpha=factor)
+    elif gradient is None:
         part.zero_()
     elif factor != 1.0 and gradient.dtype == part.dtype:
         torch.mul(gradient, factor, out=part)
@@ -236,9 +311,8 @@ def _put(gradient: Tensor | None, factor: float, part: Tensor) -> None:
             part.mul_(factor)
 
 
-def dense(parameter: Tensor) -> Tensor | None:
-    """Its gradient, also where an embedding made it sparse."""
-    gradient = parameter.grad
+def dense(gradient: Tensor | None) -> Tensor | None:
+    """Also where an embedding made it sparse."""
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
