@@ -260,14 +260,22 @@ def fit(spec: PeerSpec) -> tuple[Any, Any]:
 
 
 def record_gathers(strategy: Any, recorder: Recorder) -> None:
-    """Record each time parameters in parts are put together for the engine: ``gathered``."""
-    refresh = strategy.peer_model.refresh
+    """Record each time something in parts is put together for the engine: ``gathered`` and ``gathered_sum``."""
+    refresh, sums = strategy.peer_model.refresh, strategy.peer_model.sums
 
     def recorded(what: Any) -> None:
         recorder.write("gathered", what=int(what))
         refresh(what)
 
     strategy.peer_model.refresh = recorded
+    if sums is not None:
+        gather = sums.gather
+
+        def recorded_sum(whole: Any) -> Any:
+            recorder.write("gathered_sum")
+            return gather(whole)
+
+        sums.gather = recorded_sum
 
 
 def measure_leaving(strategy: Any, recorder: Recorder) -> None:

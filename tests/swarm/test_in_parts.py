@@ -188,6 +188,20 @@ def test_parameters_go_to_rank_0_once_a_round_and_not_at_each_of_its_own_steps(s
 
 
 @pytest.mark.parametrize("name", MAIN)
+def test_gradients_go_to_rank_0_once_a_round_and_not_at_each_batch(swarm: Swarm, name: str) -> None:
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        strategy={"target_batch_size": 160},
+        trainer={"max_steps": 5},
+        **peer_of(name, free={"count_gathers": True}),
+    )
+    swarm.finish()
+    assert len(peer.said("BatchAccumulated")) >= 50
+    assert len(peer.said("gathered_sum")) == 5
+
+
+@pytest.mark.parametrize("name", MAIN)
 @pytest.mark.parametrize("joins", [True, False])
 def test_who_joins_has_the_whole_state(swarm: Swarm, name: str, joins: bool) -> None:
     """Parameters, moments, buffers, and the place of the scheduler: from a model in parts, or into one."""

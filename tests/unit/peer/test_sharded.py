@@ -93,6 +93,39 @@ def test_all_that_a_module_keeps_is_loaded_at_each_rank_whether_it_was_compiled_
         assert all(torch.equal(one, 2 * p) for one, p in zip(found, model.parameters(), strict=True))
 
 
+def summed(rank: int, group: Any) -> Any:
+    """Two batches; the bias has a gradient in the second one only. Rank 0 gets the sum, into what has other values."""
+    sharded, model = made(rank, group)
+    assert sharded.sums is not None
+    torch.manual_seed(7)
+    for factor in (0.5, 0.25):
+        model.zero_grad()
+        model.layer.bias.requires_grad_(factor == 0.25)
+        model.layer(torch.randn(5, 3)).square().mean().backward()
+        sharded.sums.add(factor, first=factor == 0.5)
+    whole = [torch.full(shape, 9.0) for shape in sharded.shards.shapes] if rank == 0 else []
+    reached = sharded.sums.gather(whole)
+    return reached, whole
+
+
+def test_ranks_sum_their_parts_and_rank_0_gets_the_whole_sum() -> None:
+    model = Model()
+    torch.manual_seed(7)
+    expected = [torch.zeros(4, 3), torch.zeros(4)]
+    for factor in (0.5, 0.25):
+        model.zero_grad()
+        model.layer(torch.randn(5, 3)).square().mean().backward()
+        for number, one in enumerate(model.parameters()):
+            assert one.grad is not None
+            if number == 0 or factor == 0.25:
+                expected[number] += factor * one.grad
+    (reached, found), (also_reached, nothing) = of_both(summed)
+    assert reached == also_reached == [True, True]
+    assert not nothing
+    for one, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, right)
+
+
 def added(rank: int, group: Any) -> Any:
     sharded, _ = made(rank, group)
     sharded.local.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
