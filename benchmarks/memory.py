@@ -24,15 +24,16 @@ from bench_stats import markdown_table
 from memory_peer import PARAMETERS
 
 STEPS, PATIENCE_S = 6, 300.0
-#: by kind: devices, and what is added at rank 0, in bytes per value. Of a round: the sum of gradients, what a round has
-#: of it, and the average; of a model in parts, it and a gradient of a batch whole, and chunks that arrive
+#: by kind: devices, and what is added at rank 0, and at the others, in bytes per value. Of a round: the sum of
+#: gradients, what a round has of it, and the average; of a model in parts, it whole, and chunks that arrive; and at
+#: each rank the sum of its own part
 KINDS = {
-    "one device": (1, 12.0),
-    "DDP": (2, 12.0),
-    "FSDP2": (2, 24.0),
-    "FSDP": (2, 26.0),  # which keeps each rank's own gradient beside the averaged one: 4 by the number of ranks
-    "ZeRO-2": (2, 24.0),
-    "ZeRO-3": (2, 24.0),
+    "one device": (1, 12.0, 0.0),
+    "DDP": (2, 12.0, 0.0),
+    "FSDP2": (2, 22.0, 2.0),
+    "FSDP": (2, 24.0, 4.0),  # which keeps each rank's own gradient beside the averaged one: 4 by the number of ranks
+    "ZeRO-2": (2, 22.0, 2.0),
+    "ZeRO-3": (2, 22.0, 2.0),
 }
 #: of a model in parts besides: a message to, or from, each other rank, and the next one
 MESSAGES_BYTES = 2 * (32 << 20)
@@ -83,12 +84,12 @@ def main() -> int:
     options = parser.parse_args()
     began, rows, bars = Run(), [], list[Bar]()
     for kind in options.kinds:
-        devices, foretold = KINDS[kind]
+        devices, *foretold = KINDS[kind]
         bare, swarm = peaks(kind, devices, swarm=False), peaks(kind, devices, swarm=True)
         added = [(one - other) / PARAMETERS for one, other in zip(swarm, bare, strict=True)]
         for rank in range(devices):
-            messages = MESSAGES_BYTES if foretold > KINDS["one device"][1] else 0
-            formula = (foretold * PARAMETERS if rank == 0 else 0) + messages
+            messages = MESSAGES_BYTES if foretold[1] else 0
+            formula = foretold[min(rank, 1)] * PARAMETERS + messages
             most = bare[rank] + formula
             rows.append([
                 kind, str(rank), f"{bare[rank] / PARAMETERS:.1f}", f"{swarm[rank] / PARAMETERS:.1f}",

@@ -63,6 +63,11 @@ MORE = {
         "pl.strategies.DeepSpeedStrategy(stage=3, partition_activations=True, cpu_checkpointing=True)",
         "ZeroOnCpus(stage=3, partition_activations=True, cpu_checkpointing=True)",
     ),
+    "zero 3 that recomputes": kind(
+        "pl.strategies.DeepSpeedStrategy(stage=3, partition_activations=True, cpu_checkpointing=True)",
+        "ZeroOnCpus(stage=3, partition_activations=True, cpu_checkpointing=True)",
+        parts="recompute",
+    ),
     "deepspeed by a file": kind("'deepspeed'", "ZeroOnCpus()"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from types import ModuleType
@@ -106,6 +107,14 @@ def spread(net: nn.Sequential, mesh: Any, how: str) -> None:
         fully_shard(net, mesh=data)
 
 
+def recomputing(net: nn.Sequential, x: Tensor) -> Tensor:
+    """What it makes of ``x``; behind its first layer nothing is kept that the backward pass can compute again."""
+    checkpoint = importlib.import_module("deepspeed").checkpointing.checkpoint
+    first, *rest = net
+    out: Tensor = checkpoint(nn.Sequential(*rest), first(x))
+    return out
+
+
 class Counting(torch.optim.SGD):
     """Keeps of each parameter what has another shape than it, and belongs to all of it."""
 
@@ -147,7 +156,8 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
     ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of
     batches), ``scale_loss``, ``log_gradient_norm``; ``monitor_values`` (what validation logs, by global step);
     ``own_zero_grad``; ``parts`` (how the network is spread over ranks: ``"fsdp2"``, ``"tensor"``, ``"fsdp2 tensor"``;
-    or ``"wrap"``: by FSDP, by hand); ``late``: made in ``configure_model``.
+    ``"wrap"``: by FSDP, by hand; or ``"recompute"``: not at all, but activations are checkpointed by DeepSpeed's own
+    function); ``late``: made in ``configure_model``.
     """
 
     class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -177,7 +187,7 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             if options.get("parts") == "wrap":
                 for name, layer in self.net.named_children():
                     self.net.set_submodule(name, wrap(layer))
-            elif "parts" in options:
+            elif "parts" in options and options["parts"] != "recompute":
                 spread(self.net, self.device_mesh, options["parts"])
 
         def forward(self, x: Tensor) -> Tensor:
@@ -190,7 +200,8 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             if number in options.get("raise_at", ()):
                 raise RuntimeError(f"induced failure in batch {number}")
             x = batch["x"].to(getattr(torch, options["dtype"])) if "dtype" in options else batch["x"]
-            loss = mse_loss(self.net(x), batch["y"].to(self.net(x).dtype))
+            out = recomputing(self.net, x) if options.get("parts") == "recompute" else self.net(x)
+            loss = mse_loss(out, batch["y"].to(out.dtype))
             if number in options.get("nan_at", ()):
                 loss = loss * float("nan")
             if number in options.get("inf_at", ()):

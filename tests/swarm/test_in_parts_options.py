@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.checks import assert_one_process
 from swarm.harness import Swarm
-from swarm.kinds import KINDS, end_after, peer_of, same_digests
+from swarm.kinds import KINDS, end_after, peer_of, same_digests, zero
 from swarm.replay import distance, replay
 from swarm.spec import ENDLESS, PeerSpec
 
@@ -205,14 +206,50 @@ def test_what_was_saved_is_tested_and_predicts(swarm: Swarm, name: str) -> None:
     assert not reader.said("PeerStarted")
 
 
-@pytest.fixture(scope="module")
-def deepspeeds_adam(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Compiled once, here, where nobody kills the compiler; the environment in which it is found."""
+def compiled(builder: str, folder: Path) -> dict[str, str]:
+    """An extension of DeepSpeed, once, here, where nobody kills the compiler; the environment in which it is found."""
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of ninja
-    env = {"PATH": paths, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("extensions"))}
-    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+    env = {"PATH": paths, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder)}
+    code = f"from deepspeed.ops.op_builder import {builder}; {builder}().load()"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True, timeout=600)
     return env
+
+
+@pytest.fixture(scope="module")
+def deepspeeds_adam(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return compiled("CPUAdamBuilder", tmp_path_factory.mktemp("extensions"))
+
+
+@pytest.fixture(scope="module")
+def async_io(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """DeepSpeed's way to a disk."""
+    if not Path("/usr/include/libaio.h").exists():
+        pytest.skip("needs libaio-dev")
+    return compiled("AsyncIOBuilder", tmp_path_factory.mktemp("extensions"))
+
+
+@pytest.mark.skipif(not FULL, reason="compiles for a minute: make test-full")
+def test_parameters_that_lie_on_nvme_are_trained_as_others_are(
+    swarm: Swarm, async_io: dict[str, str], tmp_path: Path
+) -> None:
+    """Alone bit for bit as by the same strategy without a swarm; and together with a plain peer."""
+    wide = {"width": 1024, "optimizer": "adamw", "lr": 0.001}  # what is less than 1 MiB stays in memory
+    offload: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+    offload["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
+    inside, bare = zero(3, **offload)
+    common: dict[str, Any] = {"ranks": 2, "model": wide, "env": {"PL_GLOBAL_SEED": "7", **async_io}}
+    code = {"strategy_code": {"local_strategy": inside}}
+    steps: dict[str, Any] = {"trainer": {"max_steps": 10}}
+    (alone,) = swarm.start(1, together=False, strategy={"target_batch_size": 16}, **steps, **common, **code)
+    swarm.finish(timeout_s=180)
+    files = [one for one in tmp_path.rglob("*") if one.is_file() and one.stat().st_size >= 1 << 20]
+    assert files, "nothing was on the disk"
+    plain = swarm.plain(trainer_code={"strategy": bare}, **steps, **common)
+    swarm.finish(timeout_s=180)
+    assert [alone.commits[n].digest for n in range(11)] == [plain.commits[n].digest for n in range(11)]
+    peers = swarm.start(2, peers=[{**common, **code}, {"delay_s": 0.01, "model": wide}], **steps)
+    swarm.finish(timeout_s=180)
+    assert_one_process(peers, 10)
 
 
 @pytest.mark.skipif(not FULL, reason="compiles for two minutes: make test-full")

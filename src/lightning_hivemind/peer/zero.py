@@ -64,10 +64,10 @@ class ZeroRedundancy(InParts):
                     f"DeepSpeed with a ratio of {settings['ratio']} in {name}: it would step partly on the device,"
                     " which a swarm cannot follow. Leave the ratio away."
                 )
-            if str(settings.get("device", "")) == "nvme":
+            if str(settings.get("device", "")) == "nvme" and name == "offload_optimizer":
                 raise ArgumentError(
-                    f"DeepSpeed with {name} on NVMe: a swarm does not have that yet, and where it was tried, on CPUs,"
-                    ' deepspeed 0.19.8 trained wrong by an optimizer on NVMe. Use device "cpu".'
+                    "DeepSpeed with offload_optimizer on NVMe: where that was tried, on CPUs, deepspeed 0.19.8 trained"
+                    ' wrong, without a swarm, too. Use device "cpu"; offload_param may be on NVMe.'
                 )
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hivemind.errors import ArgumentError
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -155,6 +157,11 @@ class Stage3(Stage):
         return Place(flat, offset, there, begin) if there else None
 
     def frozen(self, parameter: Any) -> tuple[int, Tensor]:
+        if parameter.ds_tensor.final_location == "nvme":
+            raise ArgumentError(
+                "DeepSpeed with offload_param on NVMe, and frozen parameters there: a swarm could not read them. Use"
+                ' device "cpu".'
+            )
         part = parameter.ds_tensor.detach().reshape(-1)
         begin = self.zero._get_param_partition_rank(parameter) * part.numel()
         return begin, part[: max(0, parameter.ds_numel - begin)]
