@@ -232,22 +232,26 @@ def async_io(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_parameters_that_lie_on_nvme_are_trained_as_others_are(
     swarm: Swarm, async_io: dict[str, str], tmp_path: Path
 ) -> None:
-    """Alone bit for bit as by the same strategy without a swarm; and together with a plain peer."""
-    wide = {"width": 1024, "optimizer": "adamw", "lr": 0.001}  # what is less than 1 MiB stays in memory
+    """Alone bit for bit as by the same strategy without a swarm; and together with a plain peer.
+
+    Made in ``configure_model``, or before: which DeepSpeed by itself would round.
+    """
+    wide: dict[str, Any] = {"width": 1024, "lr": 0.05}  # what is less than 1 MiB stays in memory
     offload: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
     offload["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False}
     inside, bare = zero(3, **offload)
-    common: dict[str, Any] = {"ranks": 2, "model": wide, "env": {"PL_GLOBAL_SEED": "7", **async_io}}
+    common: dict[str, Any] = {"ranks": 2, "env": {"PL_GLOBAL_SEED": "7", **async_io}}
     code = {"strategy_code": {"local_strategy": inside}}
     steps: dict[str, Any] = {"trainer": {"max_steps": 10}}
-    (alone,) = swarm.start(1, together=False, strategy={"target_batch_size": 16}, **steps, **common, **code)
+    by_itself: dict[str, Any] = {**steps, **common, "model": {**wide, "late": True}}
+    (alone,) = swarm.start(1, together=False, strategy={"target_batch_size": 16}, **by_itself, **code)
     swarm.finish(timeout_s=180)
     files = [one for one in tmp_path.rglob("*") if one.is_file() and one.stat().st_size >= 1 << 20]
     assert files, "nothing was on the disk"
-    plain = swarm.plain(trainer_code={"strategy": bare}, **steps, **common)
+    plain = swarm.plain(trainer_code={"strategy": bare}, **by_itself)
     swarm.finish(timeout_s=180)
     assert [alone.commits[n].digest for n in range(11)] == [plain.commits[n].digest for n in range(11)]
-    peers = swarm.start(2, peers=[{**common, **code}, {"delay_s": 0.01, "model": wide}], **steps)
+    peers = swarm.start(2, peers=[{**common, **code}, {"delay_s": 0.01}], model=wide, **steps)
     swarm.finish(timeout_s=180)
     assert_one_process(peers, 10)
 

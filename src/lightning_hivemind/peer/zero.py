@@ -69,6 +69,8 @@ class ZeroRedundancy(InParts):
                     "DeepSpeed with offload_optimizer on NVMe: where that was tried, on CPUs, deepspeed 0.19.8 trained"
                     ' wrong, without a swarm, too. Use device "cpu"; offload_param may be on NVMe.'
                 )
+        if str((zero.get("offload_param") or {}).get("device", "")) == "nvme":
+            self._partition(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = [trained] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         engine, made = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)  # type: ignore[misc]
@@ -84,6 +86,16 @@ class ZeroRedundancy(InParts):
                 ' Trainer(precision="bf16-mixed"), or "32-true", and no fp16 in the config.'
             )
         return engine, ZeroOptimizer(engine, stage(made), groups)
+
+    def _partition(self, model: Any) -> None:
+        """As what is made in ``configure_model`` is.
+
+        What deepspeed 0.19.8 partitions by itself it keeps on NVMe in bfloat16, wherever there is no float16 (on CPUs):
+        it would train on rounded values.
+        """
+        zero: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+        if not all(map(zero.is_zero_param, model.parameters())):
+            zero.Init(module=model, config_dict_or_path=self.config, remote_device="nvme")
 
     def _load_own(self, path: Any, is_directory: bool, *weights_only: Any, **more: Any) -> dict[str, Any]:
         """A file, too, which Lightning's takes for a directory, for evaluation."""
