@@ -83,13 +83,14 @@ def local_strategy(kind: str) -> Any:
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    arguments = {} if not options.outer else {"outer": eval(options.outer, vars(ours).copy() | {"ours": ours})}
+    # (with an outer step, too, peers are compared: every 64 rounds)
+    arguments: dict[str, Any] = {"outer": eval(options.outer, vars(ours).copy())} if options.outer else {}
+    arguments |= {} if options.outer else {"average_state_every": 4}
     strategy = ours.HivemindStrategy(
         target_batch_size=options.target,
         run_id="mixed",
         initial_peers=options.join,
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-        average_state_every=4,
         local_strategy=local_strategy(options.kind),
         **arguments,
     )

@@ -133,8 +133,20 @@ def _delays(values: Values) -> None:
 
 
 def _outer(values: Values) -> None:
-    values["use_local_updates"] |= values["outer"] is not None
-    values["delay_state_averaging"] |= isinstance(values["outer"], StreamingDiLoCo)
+    outer = values["outer"]
+    values["use_local_updates"] |= outer is not None
+    if not isinstance(outer, StreamingDiLoCo):
+        return
+    values["delay_state_averaging"] |= not values["auxiliary"]
+    fix = "leave it away, or give outer=DiLoCo(...)"
+    if values["average_opt_statistics"]:
+        wrong = (
+            "StreamingDiLoCo averages one fragment of the parameters at a time, and moments would go whole each time"
+        )
+        raise refusal("average_opt_statistics", values["average_opt_statistics"], wrong, fix)
+    if type(codec := values["state_averaging_compression"]).__name__ == "PerTensorCompression":
+        wrong = "in a round of StreamingDiLoCo all parameters of a fragment are one tensor"
+        raise refusal("state_averaging_compression", codec, wrong, "give one codec for all")
 
 
 def _local_updates(values: Values) -> None:

@@ -24,12 +24,13 @@ from lightning_hivemind.codecs import (
     BFloat16Compression,
     Blockwise4BitQuantization,
     Float16Compression,
+    PerTensorCompression,
     PowerSGDGradientAverager,
     SizeAdaptiveCompression,
     TopKCompression,
 )
 from lightning_hivemind.errors import ArgumentError, LightningHivemindError
-from lightning_hivemind.outer import DiLoCo
+from lightning_hivemind.outer import DiLoCo, StreamingDiLoCo
 
 LOW_RANK = functools.partial(functools.partial, PowerSGDGradientAverager)
 
@@ -406,6 +407,12 @@ def test_outer_sets_use_local_updates() -> None:
     with pytest.raises(ArgumentError, match="average_state_every=50"):
         create(outer=DiLoCo(), average_state_every=50)
     assert repr(DiLoCo(lr=1)) == repr(DiLoCo(lr=1.0))
+    assert create(outer=StreamingDiLoCo()).delay_state_averaging
+    assert not create(outer=StreamingDiLoCo(), auxiliary=True).delay_state_averaging
+    with pytest.raises(ArgumentError, match=r"average_opt_statistics.*moments would go whole"):
+        create(outer=StreamingDiLoCo(), average_opt_statistics=("exp_avg",))
+    with pytest.raises(ArgumentError, match="one tensor; give one codec"):
+        create(outer=StreamingDiLoCo(), state_averaging_compression=PerTensorCompression([Float16Compression()]))
     with pytest.raises(ArgumentError, match=r"outer=.*use engine=\"native\""):
         create(outer=DiLoCo(), engine="hivemind")
 

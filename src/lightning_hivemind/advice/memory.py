@@ -12,11 +12,12 @@ from lightning_hivemind.advice.model import ModelFacts
 
 #: of a device's memory, for what is used
 ROOM = 0.9
-#: bytes of a gradient, and of what averaging needs in host memory for each trained value: the sum of gradients, what a
-#: round has of it, and its average
+#: bytes of a gradient, and of what averaging needs in host memory for each trained value: the sum of gradients (which a
+#: GPU has beside them), what a round has of it, and its average
 _GRADIENT, _AVERAGING = 4, 12
-#: of a model in parts, at rank 0 besides: whole parameters and a whole gradient
-_WHOLE = 8
+#: of a model in parts, at rank 0 besides: whole parameters, and as much in chunks that arrive; bytes
+#: of the sum of gradients, beside these
+_WHOLE, _SUM = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +46,19 @@ class Way:
 
 def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
     """From the simplest to the one that needs least of a device."""
-    gradient, state = _GRADIENT * model.trained, model.state_bytes * model.trained
+    gradient, state, sums = _GRADIENT * model.trained, model.state_bytes * model.trained, _SUM * model.trained
     activations = (model.activation_bytes or 0.0) * batch_samples
     averaging = _AVERAGING * model.trained
     # whole on the device while it computes: the largest layer, and its gradient
     layer = 2 * 4 * model.largest
     in_parts = averaging + _WHOLE * model.trained
-    whole = model.bytes + gradient + state + activations
+    whole = model.bytes + gradient + sums + state + activations
     found = [
         Way(name="auto", devices=1, device_bytes=whole, host_bytes=averaging, says="one device"),
         Way(
             name="auto with offload_optimizer=True",
             devices=1,
-            device_bytes=model.bytes + gradient + activations,
+            device_bytes=model.bytes + gradient + sums + activations,
             host_bytes=averaging + 4 * model.trained + state,
             says="one device; the optimizer steps in host memory",
         ),
@@ -74,15 +75,14 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
             Way(
                 name="deepspeed_stage_2",
                 devices=devices,
-                device_bytes=model.bytes + gradient / devices + state / devices + 4 * model.trained / devices
-                + activations,
+                device_bytes=model.bytes + (gradient + state + 4 * model.trained + sums) / devices + activations,
                 host_bytes=in_parts,
                 says="each device has all parameters, and a part of gradients and state",
             ),
             Way(
                 name="fsdp",
                 devices=devices,
-                device_bytes=(model.bytes + gradient + state) / devices + layer + activations,
+                device_bytes=(model.bytes + gradient + state + sums) / devices + layer + activations,
                 host_bytes=in_parts,
                 says="each device has a part of everything (FSDP; FSDP2 and ZeRO-3 alike)",
             ),
@@ -92,7 +92,7 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
             name="deepspeed_stage_3_offload",
             devices=devices,
             device_bytes=layer + activations,
-            host_bytes=in_parts + model.bytes + gradient + state,
+            host_bytes=in_parts + model.bytes + gradient + state + sums,
             says="parameters, gradients and state in host memory; slower",
         )
     )

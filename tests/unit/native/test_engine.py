@@ -127,6 +127,27 @@ def test_the_next_batch_is_accumulated_while_a_round_is_held_open_only_with_over
     assert peer.engine.epoch == 1
 
 
+def test_who_makes_steps_of_its_own_trains_on_during_a_round_until_it_has_as_much_as_it_gave(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else rounds would be fewer, and each of more steps, the longer they take."""
+    given = {**LOCAL, "delay_state_averaging": True, "matchmaking_time": 60.0, "averaging_timeout": 120.0}
+    peer, other = (make(**given) for _ in "ab")
+    let_go = held(monkeypatch, other)
+    peer.begin()
+    assert not peer.end(samples=16)
+    wait_for(lambda: peer.parts.handover.under_way, "the round has called")
+    for _ in range(2):
+        assert not peer.begin()
+        assert not peer.end()
+    assert peer.parts.handover.under_way
+    assert (peer.engine.epoch, peer.engine.local_samples) == (0, 32)
+    peer.impatient = let_go
+    assert peer.begin(), "it waits, and the step is made"
+    assert peer.waited > peer.patience
+    assert peer.engine.epoch == 1
+
+
 @pytest.mark.parametrize(("given", "overlaps"), WAYS, ids=["+".join(given) or "none" for given, _ in WAYS])
 def test_a_batch_begins_in_the_middle_of_a_round_that_called_between_two_only_with_overlap(
     make: Make, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], overlaps: bool

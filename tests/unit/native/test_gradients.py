@@ -660,26 +660,26 @@ def test_a_gradient_that_cannot_be_is_not_carried(gradients: Gradients, epoch: i
     assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 1, 2)), "this peer will hear of that step soon"
 
 
-def test_who_makes_steps_of_its_own_is_far_ahead_with_as_much_as_it_gave_to_the_round() -> None:
+def test_who_makes_steps_of_its_own_is_far_ahead_with_as_much_as_it_gave_to_the_round_and_its_share() -> None:
     weight = torch.zeros(2)
     statistics = Statistics([weight], carries=True)
     step = Summing(local_step=lambda: weight.add_(1.0))
     gradients = Gradients("me", [weight], statistics, max_staleness=1, summing=step)
     for _ in range(3):
         gradients.add(4, 0)
-        assert not gradients.is_far_ahead, "no round is under way"
+        assert not gradients.is_far_ahead(0), "no round is under way"
     gradients.give()
     ahead = []
-    for _ in range(4):
+    for _ in range(5):
         gradients.add(4, 0)
-        ahead.append(gradients.is_far_ahead)
-    assert ahead == [False, False, True, True]
+        ahead.append((gradients.is_far_ahead(0), gradients.is_far_ahead(16)))
+    assert ahead == [(False, False), (False, False), (True, False), (True, True), (True, True)]
     gradients.returned()
-    assert not gradients.is_far_ahead
+    assert not gradients.is_far_ahead(0)
 
 
 def test_who_sums_gradients_is_never_too_far_ahead(gradients: Gradients) -> None:
     add(gradients, 1.0, 4)
     assert gradients.give() is not None
     add(gradients, 1.0, 400)
-    assert not gradients.is_far_ahead
+    assert not gradients.is_far_ahead(0)

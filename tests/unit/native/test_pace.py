@@ -11,7 +11,7 @@ TARGET, LONGEST_S = 100, 20.0
 
 def pace(*, batch_s: float, step_s: float, others: int, longest_s: float = LONGEST_S) -> tuple[Pace, float]:
     """As it is after some batches and steps, and the time of the last step, between two batches."""
-    one, now = Pace(TARGET, longest_s=longest_s), 1000.0
+    one, now = Pace(TARGET, longest_s=longest_s, gathers_s=LONGEST_S), 1000.0
     for _ in range(3):
         one.begin_batch(now - batch_s)
         one.end_batch(now)
@@ -255,3 +255,12 @@ def test_who_is_not_waited_for_gathers_before_a_round_calls() -> None:
     for _ in range(6):
         one.step(50, now := now + 4.0, mine=1, others=1)
     assert [one.gathers_ahead(now + after) for after in (2.0, 3.5, 6.0)] == [False, True, False]
+
+
+def test_so_does_who_needs_longer_for_a_batch_than_anybody_waits() -> None:
+    one, now = Pace(TARGET, longest_s=1.0, gathers_s=1.0), 1000.0
+    for _ in range(3):
+        one.begin_batch(now)
+        one.end_batch(now + 3.0)
+        one.step(50, now := now + 4.0, mine=50, others=1)
+    assert [one.gathers_ahead(now + after) for after in (0.5, 3.0)] == [False, True]

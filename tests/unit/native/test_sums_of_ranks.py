@@ -73,6 +73,17 @@ def test_nothing_is_given_before_it_was_gathered() -> None:
     peers.assert_equal()
 
 
+def test_what_nobody_gathers_now_is_not_counted_for_it_cannot_be_given() -> None:
+    peers = Peers()
+    peers.batch(8)
+    peers.parts.away = True
+    assert (peers.parts.samples, peers.parts.ready) == (8, 0)
+    peers.parts.away = False
+    peers.parts.gather()
+    peers.parts.away = True
+    assert peers.parts.ready == 8
+
+
 def test_several_batches_are_gathered_once_with_the_bits_of_a_peer_that_has_them_whole() -> None:
     peers = Peers()
     for sizes in ((8, 8, 8, 8), (8, 8, 8, 8), (3, 5, 6), (7,)):

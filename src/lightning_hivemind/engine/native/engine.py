@@ -30,11 +30,12 @@ from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
 from lightning_hivemind.engine.native.steps import Step
+from lightning_hivemind.engine.native.stopping import Stopping
 from lightning_hivemind.engine.native.sums import Summing
 from lightning_hivemind.engine.native.whereabouts import Whereabouts
 from lightning_hivemind.engine.swarm_records import SwarmRecords
 from lightning_hivemind.errors import DaemonError
-from lightning_hivemind.events import EventBus, PeerStopped, StopRequested, SwarmReady, Waiting
+from lightning_hivemind.events import EventBus, PeerStopped, SwarmReady, Waiting
 from lightning_hivemind.network.daemon import NETWORK_PARTS, PeerNetwork
 
 POLL_S = 0.2
@@ -86,7 +87,7 @@ class NativeEngine:
         self._catching_up: CatchingUp | None = None
         target, staleness = arguments.target_batch_size, arguments.max_staleness
         self._reports = Reports(events, target_samples=target, max_staleness=staleness)
-        self._stop_epoch: int | None = None
+        self._stopping = Stopping(events, lambda: self._training.last_step())
 
     # ------------------------------------------------------------------ life
 
@@ -154,6 +155,7 @@ class NativeEngine:
 
     def before_validation(self, *, last: bool = False) -> None:
         self.flush()
+        self._gather(due=not last)
         self._stepper.leave(last=last)
 
     def shutdown(self, timeout_s: float) -> None:
@@ -177,13 +179,13 @@ class NativeEngine:
 
     def begin_batch(self) -> StepOutcome:
         handover, committed = self._running().handover, False
-        wait = not overlaps(self._a) or self._gradients.is_far_ahead
         self._stepper.back()
-        limit_s = self._limit_s if wait else 0.0
         self._gradients.end_batch()
         self._gather(due=False)
-        while not handover.begin_batch(self._head, limit_s) and not self._training.should_abort():
-            committed |= self._between_batches(wait=wait)
+        while not (
+            handover.begin_batch(self._head, self._limit_s if self._waits else 0.0) or self._training.should_abort()
+        ):
+            committed |= self._between_batches(wait=True)
             if self._stopped:
                 break
         self._gradients.begin_batch()
@@ -193,7 +195,8 @@ class NativeEngine:
         handover = self._running().handover
         self._reports.peers(self.num_peers)
         lost = self._gradients.add(batch_samples, self.epoch, gradient_scale) if batch_samples else 0
-        due = self._running().driver.status.swarm_samples + batch_samples >= self._a.target_batch_size
+        swarm_samples = self._running().driver.status.swarm_samples
+        due = not handover.under_way and swarm_samples + batch_samples >= self._a.target_batch_size
         self._gather(due=due or handover.pace.gathers_ahead(time.monotonic()))
         handover.end_batch()  # a round that has waited for this batch may have it
         if batch_samples:
@@ -223,10 +226,12 @@ class NativeEngine:
         parts, committed, reported = self._running(), False, time.monotonic()
         handover, began = parts.handover, parts.handover.waits_since or reported
         assert self._catching_up is not None
+        self._gradients.away = False
         parts.driver.contributed()
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():
-            self._check_processes()
+            if not self._network.is_alive() and not self._training.should_abort():
+                raise DaemonError.gone(NETWORK_PARTS)
             self._catching_up.errands.run()
             for epoch, reason in handover.take_untold().items():
                 self._reports.round_failed(epoch, reason)
@@ -246,7 +251,7 @@ class NativeEngine:
                 continue
             self._gather(due=wait and (parts.driver.status.due or hold_until > time.monotonic()))
             with handover.changed:
-                if not wait or self._stopped or handover.ready(self._head):
+                if not (wait and self._waits) or self._stopped or handover.ready(self._head):
                     if handover.ready(self._head) and not self._stopped:
                         continue
                     break
@@ -265,6 +270,7 @@ class NativeEngine:
                 reported = now
                 what = f"the round of epoch {self.epoch}"
                 self._events.emit(Waiting(what=what, elapsed_s=now - began, limit_s=self._limit_s))
+        self._gradients.away = True
         return committed
 
     def _report_handed(self, handover: Handover) -> None:
@@ -274,7 +280,7 @@ class NativeEngine:
     def _next_step(self, handover: Handover) -> Step | None:
         """None after that with which all stop."""
         if handover.stops_at is not None:
-            self._agree_to_stop(handover.stops_at)
+            self._stopping.agree(handover.stops_at, by_this_peer=handover.stop_wanted)
         return None if self._stopped else handover.next_step(self._head)
 
     def _apply(self, step: Step) -> None:
@@ -340,16 +346,10 @@ class NativeEngine:
         return set() if status is None else {*status.living, *status.cut}
 
     def request_stop(self, reason: str) -> None:
-        if self._stop_epoch is None and self.num_peers == 1:
-            self._agree_to_stop(self.epoch, by_this_peer=True)
+        if self._stopping.epoch is None and self.num_peers == 1:
+            self._stopping.agree(self.epoch, by_this_peer=True)
         else:
             self._running().handover.stop_wanted = True
-
-    def _agree_to_stop(self, epoch: int, *, by_this_peer: bool | None = None) -> None:
-        if self._stop_epoch is None:
-            mine = self._running().handover.stop_wanted if by_this_peer is None else by_this_peer
-            self._stop_epoch = epoch
-            self._events.emit(StopRequested(epoch=epoch, by_this_peer=mine))
 
     def swarm_mean(self, name: str, value: float, samples: int) -> float:
         if self._records is None:
@@ -377,22 +377,21 @@ class NativeEngine:
 
     @property
     def stop_epoch(self) -> int | None:
-        return self._stop_epoch
+        return self._stopping.epoch
 
     @property
     def _stopped(self) -> bool:
-        """No more steps: the run has agreed on it, or this peer has made its last."""
-        last = self._training.last_step()
-        return (self._stop_epoch is not None and self.epoch >= self._stop_epoch) or 0 <= last <= self.epoch
+        return self._stopping.is_reached(self.epoch)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether no batch begins while a round of this peer is due: without overlap, or it would get too far ahead."""
+        return not overlaps(self._a) or self._gradients.is_far_ahead(self._a.target_batch_size // self.num_peers)
 
     @property
     def _limit_s(self) -> float:
         """How long the training thread waits for a round before it goes on accumulating."""
         return float(self._a.averaging_timeout + self._a.matchmaking_time)
-
-    def _check_processes(self) -> None:
-        if not self._network.is_alive() and not self._training.should_abort():
-            raise DaemonError.gone(NETWORK_PARTS)
 
     def _running(self) -> Parts:
         if self._parts is None:

@@ -70,6 +70,8 @@ class Gradients:
         self._back: Mean | None = None
         #: has this peer gone, since, where what it hands over cannot come back to; a batch; is that of another lineage
         self._void = self._computing = self._batch_is_void = False
+        #: whether the training thread is with a batch, or anywhere else where it does not gather
+        self.away = False
         self._carried = Carried(self.marks)
         self._number, self._head_epoch = time.time_ns() // 1000, 0  # grows over restarts, too
         self._left_out = LeftOut(self._memory, self.parameters if low_rank is None else ())
@@ -86,16 +88,16 @@ class Gradients:
 
     @property
     def ready(self) -> int:
-        """Samples that :meth:`give` would give now: not those of a sum in place to which a batch is being added."""
+        """Samples that :meth:`give` can give: not of a sum to which a batch is being added, or that nobody gathers."""
         with self._lock:
-            return self.samples - (self._sum.samples if self._sum.busy else 0)
+            cannot = self._sum.busy or (self._sum.elsewhere and self.away)
+            return self.samples - (self._sum.samples if cannot else 0)
 
-    @property
-    def is_far_ahead(self) -> bool:
-        """With ``local_step``: as many samples are here, since this peer gave to the round under way, as it gave."""
+    def is_far_ahead(self, share: int) -> bool:
+        """With ``local_step``: since it gave to the round under way it has as much as it gave, and as its ``share``."""
         with self._lock:
-            given = self._given
-            return self._local and given is not None and self.samples >= 2 * given.contribution.samples
+            given = 0 if self._given is None else self._given.contribution.samples
+            return self._local and given > 0 and self.samples - given >= max(given, share)
 
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch of ``samples`` by, before its backward pass."""

@@ -115,19 +115,22 @@ class Pace:
                 return now + min(GATHER_S, longest_s)
         if began is None or self.starts:
             return now
-        if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):
-            return now
         if not self._is_worth_waiting:
             return now
         due = began + max(LEAST_S, OVERTIME * (batch_s or 0.0))
         return min(max(now, due), now + longest_s)
 
     def gathers_ahead(self, now: float) -> bool:
-        """Whether, at the end of a batch, to gather for a round that will call within the next, and will not wait."""
-        return not self._is_worth_waiting and self._batch_s is not None and self.calls_within(self._batch_s, now)
+        """Whether, at the end of a batch, to gather for a round that will call within the next, and not wait for it."""
+        batch_s = self._batch_s
+        if batch_s is None or (self._is_worth_waiting and batch_s <= self._gathers_s):
+            return False
+        return self.calls_within(batch_s, now)
 
     @property
     def _is_worth_waiting(self) -> bool:
+        if self._batches and self._calls and min(self._batches) > COMPARABLE * max(self._calls):
+            return False
         return self._mine is None or self._each is None or self._mine >= WORTH * self._each
 
     def steps_within(self, duration_s: float, now: float) -> int:
