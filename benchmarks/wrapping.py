@@ -2,9 +2,10 @@
 
     python benchmarks/wrapping.py    # a minute; writes benchmarks/results/wrapping.md
 
-Two Trainers with the same tiny model live side by side and train in turns of 100 batches, 1000 in all: one with the
-bare local strategy, which accumulates gradients, and one with the same inside of ``HivemindStrategy``, which does, too.
-Found is the CPU time of a rank's whole process, threads in the background included.
+Trainers with the same tiny model live side by side and train in turns of 100 batches, 1000 in all: with the bare local
+strategy, which accumulates gradients, or makes a step of each batch, as it does if nothing is said; and with the same
+inside of ``HivemindStrategy``, which accumulates. Found is the CPU time of a rank's whole process, threads in the
+background included. (Ranks that only accumulate do not meet after a batch; in a swarm, and with steps, they do.)
 """
 
 from __future__ import annotations
@@ -29,25 +30,26 @@ WARM = 1
 #: by the name of the local strategy: devices
 KINDS = {"one process": ("auto", 1), "DDP, two ranks": ("ddp", 2), "FSDP2, two ranks": ("fsdp2", 2)}
 LIMIT_MS = 0.5
+#: and the options of each
+CONTENDERS = {"accumulates": [], "steps": ["--steps"], "swarm": ["--swarm"]}
 
 
-def added_ms(local_strategy: str, devices: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of CPU per batch of a rank: bare and in a swarm, turn by turn."""
+def cpu_ms(local_strategy: str, devices: int) -> dict[str, list[float]]:
+    """Milliseconds of CPU per batch of a rank, turn by turn, by contender."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "INITIAL_PEERS": ""}
     with tempfile.TemporaryDirectory(prefix="wrapping-") as name:
         folder, running = Path(name), []
         try:
-            for contender in ("bare", "swarm"):
+            for contender, options in CONTENDERS.items():
                 command = [sys.executable, str(Path(__file__).with_name("wrapping_peer.py")), name, contender]
-                command += [local_strategy, str(devices), str(TURNS), str(BATCHES)]
-                command += ["--swarm"] if contender == "swarm" else []
+                command += [local_strategy, str(devices), str(TURNS), str(BATCHES), *options]
                 with open(folder / f"{contender}.log", "wb") as log:
                     running.append(
                         subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
                     )
-            found: dict[str, list[float]] = {"bare": [], "swarm": []}
+            found: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
             for turn in range(TURNS):
-                for contender in ("bare", "swarm") if turn % 2 else ("swarm", "bare"):
+                for contender in sorted(CONTENDERS, reverse=bool(turn % 2)):
                     (folder / f"{contender}-{turn}.turn").touch()
                     said = [folder / f"{contender}-{turn}-{rank}.cpu" for rank in range(devices)]
                     deadline = time.monotonic() + PATIENCE_S
@@ -60,7 +62,7 @@ def added_ms(local_strategy: str, devices: int) -> tuple[list[float], list[float
             for one in running:
                 os.killpg(one.pid, signal.SIGKILL)
                 one.wait()
-    return found["bare"][WARM:], found["swarm"][WARM:]
+    return {contender: turns[WARM:] for contender, turns in found.items()}
 
 
 def main() -> int:
@@ -69,12 +71,15 @@ def main() -> int:
     options = parser.parse_args()
     began, rows, bars = Run(), [], list[Bar]()
     for kind, (local_strategy, devices) in KINDS.items():
-        bare, swarm = added_ms(local_strategy, devices)
-        added = [one - other for one, other in zip(swarm, bare, strict=True)]
-        rows.append([kind, number(median(bare)), number(median(swarm)), number(median(added))])
-        bars.append(at_most(f"{kind}: added to a micro-batch", LIMIT_MS, added, " ms"))
+        found = cpu_ms(local_strategy, devices)
+        cells = [median(turns) for turns in found.values()]
+        for bare, of in (("accumulates", "a micro-batch that is accumulated"), ("steps", "a batch of which it steps")):
+            added = [one - other for one, other in zip(found["swarm"], found[bare], strict=True)]
+            cells.append(median(added))
+            bars.append(at_most(f"{kind}: added to {of}", LIMIT_MS, added, " ms"))
+        rows.append([kind, *map(number, cells)])
     facts = began.facts()
-    heads = ["peer", "bare, ms of CPU", "in a swarm", "added"]
+    heads = ["peer", "bare, accumulates: ms of CPU", "bare, steps", "in a swarm", "added to the first", "to the second"]
     text = report("What a swarm adds to a micro-batch", facts, markdown_table(heads, rows), bars)
     print(text)
     if options.write:

@@ -1,6 +1,6 @@
 """One contender of ``wrapping.py``: a Trainer that trains in turns, and says what CPU time each turn took.
 
-    python wrapping_peer.py FOLDER NAME LOCAL_STRATEGY DEVICES TURNS BATCHES [--swarm]
+    python wrapping_peer.py FOLDER NAME LOCAL_STRATEGY DEVICES TURNS BATCHES [--swarm | --steps]
 
 Each rank waits for ``FOLDER/NAME-<turn>.turn`` and then writes ``NAME-<turn>-<rank>.cpu``: seconds of CPU per batch.
 """
@@ -88,7 +88,7 @@ def main(options: argparse.Namespace) -> None:
         strategy=strategy,
         devices=options.devices,
         max_steps=-1,
-        accumulate_grad_batches=1 if options.swarm else 10**9,  # neither makes a step
+        accumulate_grad_batches=1 if options.swarm or options.steps else 10**9,  # in a swarm, too, there is no step
         callbacks=[InTurns(options.folder, options.name, options.turns, options.batches)],
         enable_progress_bar=False,
         enable_checkpointing=False,
@@ -107,4 +107,5 @@ if __name__ == "__main__":
     parser.add_argument("turns", type=int)
     parser.add_argument("batches", type=int)
     parser.add_argument("--swarm", action="store_true")
+    parser.add_argument("--steps", action="store_true", help="at each batch, bare")
     main(parser.parse_args())
