@@ -44,11 +44,11 @@ KINDS = {
 #: samples of a round, and the outer optimizer
 WAYS = {
     "averaging gradients": (128, ""),
-    "DiLoCo": (320, "DiLoCo(lr=0.7, momentum=0.6)"),
-    "StreamingDiLoCo": (80, "StreamingDiLoCo(lr=0.7, momentum=0.6, fragments=4)"),
+    "DiLoCo": (320, "ours.DiLoCo(lr=0.7, momentum=0.6)"),
+    "StreamingDiLoCo": (80, "ours.StreamingDiLoCo(lr=0.7, momentum=0.6, fragments=4)"),
 }
 COLOURS = dict(zip(KINDS, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=True))
-TOGETHER_S, AWAY_S, PATIENCE_S = 20.0, 4.0, 120.0
+TOGETHER_S, AWAY_S, PATIENCE_S = 12.0, 4.0, 120.0
 SMOOTHED = 20
 
 
@@ -137,9 +137,12 @@ def whole_lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
 
 
-def wait_for(what: str, condition: Callable[[], object], folder: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def wait_for(what: str, condition: Callable[[], object], peers: Sequence[Peer]) -> None:
+    deadline, folder = time.monotonic() + PATIENCE_S, peers[0].folder
     while not condition():
+        for one in peers:
+            if one.process is not None and one.process.poll() is not None:
+                raise RuntimeError(f"{one.name} has ended before: {what}. See {folder}")
         if time.monotonic() > deadline:
             raise TimeoutError(f"not in {PATIENCE_S:.0f} s: {what}. See {folder}")
         time.sleep(0.1)
@@ -151,17 +154,17 @@ def run(way: str, folder: Path) -> Found:
     try:
         for peer in peers:
             peer.start(peers[0].address)
-            wait_for(f"{peer.name} is there", partial(peer.said, "SwarmReady"), folder)
+            wait_for(f"{peer.name} is there", partial(peer.said, "SwarmReady"), peers)
             found.note(f"{peer.kind} is in the swarm")
         for place, peer in enumerate(peers):
-            wait_for("a step of all", partial(all_in_step, found, time.time()), folder)
+            wait_for("a step of all", partial(all_in_step, found, time.time()), peers)
             time.sleep(TOGETHER_S)
             peer.kill()
             killed = time.time()
             found.note(f"{peer.kind} is killed, at step {found.steps[-1][0]}")
             time.sleep(AWAY_S)
             peer.start(peers[place - 1].address)
-            wait_for(f"{peer.name} is back", partial(contributes, peer), folder)
+            wait_for(f"{peer.name} is back", partial(contributes, peer), peers)
             found.deaths[peer.kind] = killed, time.time()
             found.note(f"{peer.kind} is back, and in step {found.steps[-1][0]}")
         time.sleep(TOGETHER_S)

@@ -84,7 +84,7 @@ def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     # (with an outer step, too, peers are compared: every 64 rounds)
-    arguments: dict[str, Any] = {"outer": eval(options.outer, vars(ours).copy())} if options.outer else {}
+    arguments: dict[str, Any] = {"outer": eval(options.outer, {"ours": ours})} if options.outer else {}
     arguments |= {} if options.outer else {"average_state_every": 4}
     strategy = ours.HivemindStrategy(
         target_batch_size=options.target,

@@ -380,7 +380,7 @@ def test_ctrl_c_while_it_leaves_leaves_nothing_behind(at: str) -> None:
         "introductions": SimpleNamespace(close=does("introductions")),
         "driver": SimpleNamespace(stop=does("driver")),
     }
-    engine._parts = Parts(handover=None, downloads=None, connected=None, **parts)  # type: ignore[arg-type]
+    engine._parts = Parts(handover=None, telling=None, downloads=None, connected=None, **parts)  # type: ignore[arg-type]
     engine._records = SimpleNamespace(close=does("records"))  # type: ignore[assignment]
     engine._whereabouts = SimpleNamespace(stop=does("whereabouts"))  # type: ignore[assignment]
     engine._stepper = SimpleNamespace(close=does("stepper"))  # type: ignore[assignment]

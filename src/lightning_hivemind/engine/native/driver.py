@@ -118,11 +118,11 @@ class Driver:
 
     # ------------------------------------------------------------------ what the training side says
 
-    # These three wait until it was seen to, and raise EngineStuckError if it never is.
+    # These three wait until it was seen to, if nothing else is said, and raise EngineStuckError if it never is.
 
-    def contributed(self) -> None:
+    def contributed(self, *, wait: bool = True) -> None:
         """The training side has other samples than before, or is between two batches."""
-        self._tell(self._count)
+        (self._tell if wait else self._events.put)(self._count)
 
     def adopt(self, head: Head, *, gives_up: bool = False) -> None:
         """This peer's state is that of ``head``. ``gives_up``: see :meth:`.peer.Peer.give_up`."""

@@ -156,6 +156,7 @@ class NativeEngine:
     def before_validation(self, *, last: bool = False) -> None:
         self.flush()
         self._gather(due=not last)
+        self._running().telling.tell_at_once()
         self._stepper.leave(last=last)
 
     def shutdown(self, timeout_s: float) -> None:
@@ -227,7 +228,7 @@ class NativeEngine:
         handover, began = parts.handover, parts.handover.waits_since or reported
         assert self._catching_up is not None
         self._gradients.away = False
-        parts.driver.contributed()
+        parts.telling.tell()
         hold_until = handover.hold_until() if wait else began
         while not self._training.should_abort():
             if not self._network.is_alive() and not self._training.should_abort():

@@ -105,6 +105,11 @@ class Pace:
         """Whether this peer joined others and has not done a batch, the first one, which takes longest."""
         return self._joined and not self._batches
 
+    @property
+    def is_called(self) -> bool:
+        """Whether a round has called since the last step."""
+        return self._first_call is not None
+
     def join_at(self, now: float) -> float:
         """Until when a round that calls now should wait for the batch that is being computed here."""
         began, batch_s, longest_s = self._batch_began, self._batch_s, self._longest_s

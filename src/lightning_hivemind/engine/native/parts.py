@@ -31,6 +31,7 @@ from lightning_hivemind.engine.native.state.download import Downloads
 from lightning_hivemind.engine.native.state.room import StateMemory
 from lightning_hivemind.engine.native.state.snapshot import Snapshot
 from lightning_hivemind.engine.native.stepper import Stepper
+from lightning_hivemind.engine.native.telling import Telling
 from lightning_hivemind.engine.native.wire.frames import Kind
 from lightning_hivemind.engine.native.wire.links import Links
 from lightning_hivemind.engine.native.wire.tls import Certificate
@@ -54,6 +55,7 @@ class Parts:
 
     handover: Handover
     driver: Driver
+    telling: Telling
     donor: Donor
     downloads: Downloads
     introductions: Introductions
@@ -176,6 +178,7 @@ def build(
     return Parts(
         handover=handover,
         driver=driver,
+        telling=Telling(driver, handover, arguments.target_batch_size),
         donor=donor,
         downloads=downloads,
         introductions=asks,
