@@ -15,9 +15,10 @@ ROOM = 0.9
 #: bytes of a gradient, and of what averaging needs in host memory for each trained value: the sum of gradients (which a
 #: GPU has beside them), what a round has of it, and its average
 _GRADIENT, _AVERAGING = 4, 12
-#: of a model in parts, at rank 0 besides: whole parameters, and as much in chunks that arrive; bytes
-#: of the sum of gradients, beside these
-_WHOLE, _SUM = 8, 4
+#: of a model in parts, at rank 0 besides: whole parameters, and as much in chunks that arrive
+_WHOLE = 8
+#: of the sum of gradients, where the gradients are
+_SUM = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,11 +54,6 @@ class PartialSums:
             else:
                 one.zero_()
         which = [number for number, has in zip(self._numbers, reached, strict=True) if has]
-        parts = [self._part(number) for number in which]
+        parts = [self._sums[number] if number in self._reached else None for number in which]
         self._pieces.gather(which, parts, [torch.float32] * len(which), targets)
         return reached
-
-    def _part(self, number: int) -> Tensor:
-        if number in self._reached:
-            return self._sums[number]
-        return torch.zeros(self._shards.pieces[number].shape, dtype=torch.float32, device="cpu")

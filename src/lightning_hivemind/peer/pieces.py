@@ -81,21 +81,27 @@ class Pieces:
         return self._speaks[self._ranks.rank]
 
     def gather(
-        self, which: Sequence[int], mine: Sequence[Tensor], dtypes: Sequence[torch.dtype], whole: Sequence[Tensor]
+        self,
+        which: Sequence[int],
+        mine: Sequence[Tensor | None],
+        dtypes: Sequence[torch.dtype],
+        whole: Sequence[Tensor],
     ) -> None:
-        """Of the parameters ``which``: this rank's pieces into the ``whole`` of rank 0, in host memory (else empty)."""
+        """Of the parameters ``which``: this rank's pieces into the ``whole`` of rank 0, in host memory (else empty).
+
+        None: zeros.
+        """
         if not self._ranks.leads:
             place = {number: at for at, number in enumerate(which)}
             for message in self._messages(self._ranks.rank, which, dtypes, every=False):
                 buffer = message.buffer()
-                for number, part, piece in message.parts(buffer):
-                    part.copy_(mine[place[number]].reshape(piece.shape))
+                for number, part, _ in message.parts(buffer):
+                    _put(mine[place[number]], part)
                 dist.send(buffer, 0, group=self._group)
             return
         targets = dict(zip(which, whole, strict=True))
         for number, one in zip(which, mine, strict=True):
-            piece = self._of[0][number]
-            piece.of(targets[number]).copy_(one.reshape(piece.shape))
+            _put(one, self._of[0][number].of(targets[number]))
         for at_once in self._of_others(which, dtypes, every=False):
             under_way = [_under_way(dist.irecv(buffer, rank, group=self._group)) for rank, _, buffer in at_once]
             for work, (_, message, buffer) in zip(under_way, at_once, strict=True):
@@ -169,6 +175,13 @@ class _Message:
         for number, piece, dtype, begin in self.contents:
             part = buffer[begin : begin + piece.numel * dtype.itemsize].view(dtype)
             yield number, part.view(piece.shape), piece
+
+
+def _put(value: Tensor | None, part: Tensor) -> None:
+    if value is None:
+        part.zero_()
+    else:
+        part.copy_(value.reshape(part.shape))
 
 
 def _piece(view: Sequence[int], box: Sequence[Sequence[int]]) -> Piece:

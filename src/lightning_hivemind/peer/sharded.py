@@ -126,7 +126,8 @@ class Sharded(PeerModel):
     @torch.no_grad()
     def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
         which, whole = self._with_gradient(reached, given)
-        self._pieces.gather(which, self._parts_of(which, self.shards.stepping()), self._dtypes(which), whole)
+        found = self.shards.stepping()
+        self._pieces.gather(which, [found[n] for n in which], self._dtypes(which), whole)
 
     @torch.no_grad()
     def clip_by_norm(self, limit: float) -> None:
@@ -233,14 +234,6 @@ class Sharded(PeerModel):
         gradients = [given[n].grad for n in which] if given and self._ranks.leads else []
         return which, [one for one in gradients if one is not None]
 
-    def _parts_of(self, which: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
-        """This rank's, with zeros where it has none."""
-        shards = self.shards
-        return [
-            torch.zeros(shards.pieces[n].shape, dtype=shards.dtypes[n], device="cpu") if one is None else one
-            for n, one in ((n, found[n]) for n in which)
-        ]
-
     def _dtypes(self, which: Sequence[int]) -> list[torch.dtype]:
         return [self.shards.dtypes[n] for n in which]
 
@@ -286,10 +279,7 @@ class Sharded(PeerModel):
                 elif leads:
                     found[n][name] = torch.empty(self.shards.shapes[n], dtype=one.dtype, device="cpu")
         for name, which, dtypes in _by_name(entries):
-            parts = [
-                state[n][name] if name in state[n] else torch.empty(pieces[n].shape, dtype=dtype, device="cpu")
-                for n, dtype in zip(which, dtypes, strict=True)
-            ]
+            parts = [state[n].get(name) for n in which]
             self._pieces.gather(which, parts, dtypes, [found[n][name] for n in which] if leads else [])
         if leads:
             made: dict[Tensor, Any] = {

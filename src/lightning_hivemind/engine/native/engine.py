@@ -186,7 +186,7 @@ class NativeEngine:
         while not (
             handover.begin_batch(self._head, self._limit_s if self._waits else 0.0) or self._training.should_abort()
         ):
-            committed |= self._between_batches(wait=True)
+            committed |= self._between_batches(wait=self._waits)
             if self._stopped:
                 break
         self._gradients.begin_batch()

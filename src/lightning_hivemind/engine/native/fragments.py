@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Stretch:
     """Of the flattened tensor at ``place``, the values from ``begin`` to before ``end``."""
 
     place: int
@@ -45,7 +45,7 @@ class Fragments:
         self._last = total - self._length
         self.sizes = list(sizes) if count == 1 else [self._length]
 
-    def of(self, epoch: int) -> list[Piece]:
+    def of(self, epoch: int) -> list[Stretch]:
         """What the round that leads on from ``epoch`` has."""
         begin = min(epoch % self._count * self._length, self._last)
         end = begin + self._length
@@ -53,5 +53,5 @@ class Fragments:
         for place, (first, size) in enumerate(self._spans):
             low, high = max(begin, first), min(end, first + size)
             if low < high or self._count == 1:
-                found.append(Piece(place, low - first, high - first))
+                found.append(Stretch(place, low - first, high - first))
         return found

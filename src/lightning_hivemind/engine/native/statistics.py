@@ -15,7 +15,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from lightning_hivemind.engine.native.fragments import Fragments, Piece
+from lightning_hivemind.engine.native.fragments import Fragments, Stretch
 from lightning_hivemind.engine.native.host import host_zeros
 from lightning_hivemind.engine.native.outer import OuterStep
 
@@ -63,14 +63,14 @@ class Statistics:
         counts = [tensor.numel() for tensor in self.tensors]
         cut = 0 if outer is None else len(outer)
         self._fragments = Fragments(counts[:cut], 1 if outer is None else outer.fragments)
-        self._others = [Piece(place, 0, size) for place, size in enumerate(counts)][cut:]
+        self._others = [Stretch(place, 0, size) for place, size in enumerate(counts)][cut:]
         self.sizes = [*self._fragments.sizes, *counts[cut:]]
         self.elements = sum(self.sizes)
         self._carried = self.elements - sum(tensor.numel() for tensor in moments)
         self.base: list[Tensor] = []
         self.epoch = self._coming = 0
         #: what is of the last round, with what is carried
-        self._ahead: list[tuple[Piece, Tensor]] = []
+        self._ahead: list[tuple[Stretch, Tensor]] = []
         #: not ``carries``: the tensors where what has changed since was not given, and what was not before that
         self._since: list[Tensor] = []
         self._waiting: Tensor | None = None
@@ -147,18 +147,18 @@ class Statistics:
             if left is not None and counted is not None:
                 left -= counted
             first_moment, outer_steps = len(self.base) - self.moments, 0 if self.outer is None else len(self.outer)
-            pieces = self._pieces(epoch - 1)
-            bases, sizes = [one.of(self.base[one.place]) for one in pieces], [one.elements for one in pieces]
-            for piece, part, base in zip(pieces, torch.split(changes, sizes), bases, strict=True):
-                if self.outer is not None and piece.place < outer_steps:
-                    moved = self.outer.moved(piece.place, base, part, piece.begin)
+            stretches = self._stretches(epoch - 1)
+            bases, sizes = [one.of(self.base[one.place]) for one in stretches], [one.elements for one in stretches]
+            for stretch, part, base in zip(stretches, torch.split(changes, sizes), bases, strict=True):
+                if self.outer is not None and stretch.place < outer_steps:
+                    moved = self.outer.moved(stretch.place, base, part, stretch.begin)
                 else:
                     moved = _moved(base, part)
-                base.copy_(moved if piece.place < first_moment else _not_just_below_zero(moved, base))
+                base.copy_(moved if stretch.place < first_moment else _not_just_below_zero(moved, base))
             if left is not None:
                 left[self._carried :] = 0.0
-                ahead = zip(pieces, torch.split(left, sizes), bases, strict=True)
-                self._ahead = [(piece, _moved(base, part)) for piece, part, base in ahead]
+                ahead = zip(stretches, torch.split(left, sizes), bases, strict=True)
+                self._ahead = [(stretch, _moved(base, part)) for stretch, part, base in ahead]
             self._coming = epoch
 
     @torch.no_grad()
@@ -167,8 +167,8 @@ class Statistics:
         with self._lock:
             if not self.carries and self.tensors:
                 self._begin_at_base(self._not_given(self._now()))
-            for piece, value in self._ahead:
-                _put(value, piece, self.tensors[piece.place])
+            for stretch, value in self._ahead:
+                _put(value, stretch, self.tensors[stretch.place])
             if not self._ahead:
                 for tensor, base in zip(self.tensors, self.base, strict=True):
                     tensor.copy_(base)
@@ -183,14 +183,14 @@ class Statistics:
         if not self.carries:
             self._since, self._waiting = [one.clone() for one in self.base], waiting  # steps change the base
 
-    def _pieces(self, epoch: int) -> list[Piece]:
+    def _stretches(self, epoch: int) -> list[Stretch]:
         """Of what a round is that leads on from there."""
         return [*self._fragments.of(epoch), *self._others]
 
     def _ahead_of_base(self, epoch: int) -> Tensor:
-        now, pieces = self._lent or self.tensors, self._pieces(epoch)
-        mine = (piece.of(now[piece.place].detach()).to("cpu") for piece in pieces)
-        return _differences(mine, [piece.of(self.base[piece.place]) for piece in pieces])
+        now, stretches = self._lent or self.tensors, self._stretches(epoch)
+        mine = (stretch.of(now[stretch.place].detach()).to("cpu") for stretch in stretches)
+        return _differences(mine, [stretch.of(self.base[stretch.place]) for stretch in stretches])
 
     def _not_given(self, now: list[Tensor]) -> Tensor:
         found = _differences(now, self._since)
@@ -217,9 +217,9 @@ def _moved(base: Tensor, change: Tensor) -> Tensor:
     return torch.where(change == 0.0, base, (base.double() + change).to(base.dtype))
 
 
-def _put(value: Tensor, piece: Piece, tensor: Tensor) -> None:
+def _put(value: Tensor, stretch: Stretch, tensor: Tensor) -> None:
     flat = tensor.reshape(-1)
-    flat[piece.begin : piece.end].copy_(value)
+    flat[stretch.begin : stretch.end].copy_(value)
     if flat.data_ptr() != tensor.data_ptr():  # it has no flat view
         tensor.copy_(flat.view_as(tensor))
 
