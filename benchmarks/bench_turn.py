@@ -9,7 +9,6 @@ import multiprocessing as mp
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -115,7 +114,9 @@ def start_all(spec: TurnSpec, folder: Path, networks: Sequence[Any]) -> list[Bas
     """All peers of a turn. ``spec`` must lie in ``folder``."""
     ranks: list[dict[str, str]] = [{} for _ in range(spec.peers)]
     if spec.kind == "ddp":
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(spec.peers)}
+        from swarm.ports import free_port  # tests/, as above
+
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(spec.peers)}
         ranks = [{**world, "NODE_RANK": "0", "LOCAL_RANK": str(index)} for index in range(spec.peers)]
     return [start_peer(folder, index, rank, networks[index]) for index, rank in enumerate(ranks)]
 
@@ -269,10 +270,3 @@ def read_turn(turn: Turn, folder: Path) -> None:
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1][:200] if lines else "no output"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from swarm.models import make_loader, make_model, pause
+from swarm.ports import free_port
 from swarm.spec import PeerSpec, file_of
 from swarm.wholes import in_parts, wholes
 
@@ -46,10 +46,8 @@ def main(folder: str) -> None:
 
 def fork_ranks(count: int) -> None:
     """Make this process rank 0 of so many, as a launcher would."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
-    os.environ["LOCAL_RANK"] = "0"
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "LOCAL_RANK": "0"}
+    os.environ["WORLD_SIZE"] = str(count)
     for rank in range(1, count):
         if os.fork() == 0:
             os.environ["LOCAL_RANK"] = str(rank)

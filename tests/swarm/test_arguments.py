@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from swarm.checks import assert_complete, assert_in_step, assert_ledger, together
 from swarm.harness import START_S, Swarm
 from swarm.marks import ANY_ENGINE, HIVEMIND_ONLY
+from swarm.ports import free_port
 from swarm.replay import distance, next_step, replay
 
 pytestmark = pytest.mark.swarm
@@ -255,8 +254,7 @@ def test_an_identity_file_keeps_the_peer_id(swarm: Swarm) -> None:
 
 
 def test_a_peer_listens_and_announces_where_it_is_told(swarm: Swarm) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     strategy = {
         "host_maddrs": [f"/ip4/127.0.0.1/tcp/{port}"],
         "announce_maddrs": [f"/dns4/localhost/tcp/{port}"],

@@ -30,6 +30,7 @@ from lightning_hivemind.network.daemon import PeerNetwork
 from lightning_hivemind.network.records import PeerRecords
 from lightning_hivemind.network.settings import NetworkSettings
 from lightning_hivemind.network.sockets import SocketDirectory
+from swarm.ports import free_port
 from swarm.processes import descendants, state_of
 
 pytestmark = pytest.mark.swarm
@@ -309,8 +310,7 @@ def test_one_live_peer_among_dead_ones_is_enough(bench: Bench) -> None:
 def test_a_peer_that_comes_up_after_the_first_attempt_is_joined(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     first = bench.network(identity_path=str(tmp_path / "key"), host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
     first.start()
     addresses = tuple(first.visible_addresses())

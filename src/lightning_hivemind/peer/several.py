@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from typing import Any
 
 import torch
 
 from lightning_hivemind.peer.shards import Shards
+
+_KEPT: list[socket.socket] = []
 
 
 class SeveralProcesses:
@@ -16,8 +19,16 @@ class SeveralProcesses:
 
     arguments: Any
     broadcast: Any
+    cluster_environment: Any
     #: whether no rank has the whole model; whether the optimizer cannot be taken into host memory by a swarm
     in_parts = offloads_itself = False
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()  # type: ignore[misc]
+        environment = self.cluster_environment
+        if not environment.creates_processes_externally and "MASTER_PORT" not in os.environ:
+            # Lightning has found this one free, and rank 0 will listen there once its ranks have started, seconds later
+            _keep(environment.main_port)
 
     def setup_environment(self) -> None:
         for name, value in (self.arguments.nccl or {}).items():
@@ -51,3 +62,11 @@ class SeveralProcesses:
             self.__dict__["_peers_seed"] = self.broadcast(secrets.randbelow(2**31))
         seed: int = self.__dict__["_peers_seed"]
         return seed
+
+
+def _keep(port: int) -> None:
+    """As long as this process lives nobody who asks for any port is given that one; who names it may listen there."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("", port))
+    _KEPT.append(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import lightning.pytorch as pl
@@ -107,6 +108,18 @@ def test_an_object_of_the_other_package_is_refused() -> None:
     strategy = HivemindStrategy(target_batch_size=8, initial_peers=[], local_strategy=DDPStrategy())
     with pytest.raises(ArgumentError, match=r"it is of lightning\.pytorch, the Trainer of pytorch_lightning"):
         other.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+
+
+def test_nobody_is_given_the_port_of_the_ranks_before_they_listen_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "")  # so that it is taken away afterwards
+    monkeypatch.delenv("MASTER_PORT")
+    strategy = made("ddp")
+    port = strategy.cluster_environment.main_port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    store = torch.distributed.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
 
 
 class Base:
