@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,12 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swarm.ports import free_port
+
 Act = Callable[[int, Any], Any]
-
-
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def run(rank: int, at: int, act: Act, folder: str) -> None:
@@ -40,7 +36,7 @@ def of_both(act: Act) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "lightning_hivemind.peer.replicas"])
-        at = port()
+        at = free_port()
         processes = [context.Process(target=run, args=(rank, at, act, folder)) for rank in range(2)]
         for one in processes:
             one.start()

@@ -23,7 +23,7 @@ class _Sums:
         self._ranks, self._sums = ranks, sums
 
     def add(self, factor: float, *, first: bool) -> None:
-        self._ranks.tell(Add(factor, first))
+        self._ranks.tell(Add(factor, first), more=True)  # the end of this call, or that it fails
         self._sums.add(factor, first=first)
 
     def gather(self, whole: Sequence[Tensor]) -> list[bool]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeVar
 
 from lightning_hivemind.errors import RanksError
 from lightning_hivemind.network.inherited import not_inherited
+from lightning_hivemind.peer.link import Link
 from lightning_hivemind.peer.words import Failed, Item, Shared, Waiting, Word, decode, encode
 
 #: how often who waits looks whether it should end
@@ -35,7 +34,7 @@ _RANK_BYTES = 4
 T = TypeVar("T", bound=Word)
 
 log = logging.getLogger("lightning_hivemind")
-_KEPT: list[Connection] = []
+_KEPT: list[Link] = []
 
 
 class Group(Protocol):
@@ -57,12 +56,14 @@ class Ranks:
         size: how many processes are this peer.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, connections: list[Connection] | None = None) -> None:
-        self.rank, self.size, self._connections = rank, size, connections or []
+    def __init__(self, rank: int = 0, size: int = 1, links: list[Link] | None = None) -> None:
+        self.rank, self.size, self._links = rank, size, links or []
+        #: what rank 0 says with its next word
+        self._held: list[bytes] = []
         #: how many words rank 0 has said, and how many this rank has heard
         self._said = self._heard = 0
         self._failed = False
-        for one in self._connections:
+        for one in self._links:
             not_inherited(one)
 
     @classmethod
@@ -84,36 +85,45 @@ class Ranks:
 
     # ------------------------------------------------------------------ all ranks at once
 
-    def share(self, what: str, value: Any) -> list[Any]:
+    def share(self, what: str, value: Any, *, more: bool = False) -> list[Any]:
         """Everybody's ``value``, by rank; all call this with the same ``what``. Plain values only (JSON).
+
+        ``more``: as in :meth:`tell`.
 
         Raises:
             RanksError: a rank has gone, or does something else.
         """
-        if not self._connections:
+        if not self._links:
             return [value]
         if not self.leads:
-            self._send(self._connections[0], Item(what, value), 0)
+            self._send(self._links[0], [encode(Item(what, value))], 0)
             return self.expect(Shared, what, self.hear(what)).values
+        self._say()
         items = [self.expect(Item, what, self._answer(one, rank, what)) for rank, one in self._others()]
         values = [value, *(item.value for item in items)]
-        self.tell(Shared(what, values))
+        self.tell(Shared(what, values), more=more)
         return values
 
     # ------------------------------------------------------------------ from rank 0 to the others
 
-    def tell(self, word: Word) -> None:
-        """Rank 0: say it to all others. Raises RanksError."""
+    def tell(self, word: Word, *, more: bool = False) -> None:
+        """Rank 0: say it to all others. Raises RanksError.
+
+        ``more``: another word comes, before this rank waits for any other or ends, and takes this one along.
+        """
         self._said += 1
-        for rank, one in self._others():
-            self._send(one, word, rank)
+        self._held.append(encode(word))
+        if not more:
+            self._say()
 
     def hear(self, what: str) -> Word:
         """The others, which are at ``what``: what rank 0 says next. Raises RanksError."""
-        connection = self._connections[0]
-        if not self._comes(connection, 0):  # perhaps rank 0 waits, too, for something else
-            self._send(connection, Waiting(what, self._heard), 0)
-        word = self._receive(connection, 0)
+        link = self._links[0]
+        word = self._receive(link, 0)
+        if word is None:  # perhaps rank 0 waits, too, for something else
+            self._send(link, [encode(Waiting(what, self._heard))], 0)
+        while word is None:
+            word = self._receive(link, 0)
         self._heard += 1
         if isinstance(word, Failed):
             self._failed = True
@@ -149,69 +159,65 @@ class Ranks:
             with contextlib.suppress(RanksError):
                 self.tell(Failed(f"{type(error).__name__}: {error}"))
         else:
-            for one in self._connections:
+            for one in self._links:
                 with contextlib.suppress(OSError):
-                    _half_closed(one)
+                    one.say_no_more()
 
     def close(self) -> None:
         """Safe to call twice. Who has failed leaves rank 0 the time to end as it should."""
-        connections, self._connections = self._connections, []
+        links, self._links = self._links, []
         if self._failed and self.leads:
-            _KEPT.extend(connections)  # until this process has ended, which the others wait for
+            _KEPT.extend(links)  # until this process has ended, which the others wait for
             return
         deadline = time.monotonic() + PATIENCE_S
-        for one in connections:
+        for one in links:
             with contextlib.suppress(OSError, EOFError):
                 while self._failed and time.monotonic() < deadline:
-                    if one.poll(POLL_S):
-                        one.recv_bytes()
+                    one.receive()
             one.close()
 
     # ------------------------------------------------------------------ private
 
-    def _others(self) -> Iterator[tuple[int, Connection]]:
-        return enumerate(self._connections, start=1)
+    def _others(self) -> Iterator[tuple[int, Link]]:
+        return enumerate(self._links, start=1)
 
-    def _send(self, connection: Connection, word: Word, rank: int) -> None:
+    def _say(self) -> None:
+        held, self._held = self._held, []
+        for rank, one in self._others() if held else ():
+            self._send(one, held, rank)
+
+    def _send(self, link: Link, words: list[bytes], rank: int) -> None:
         try:
-            connection.send_bytes(encode(word))
+            link.send(words)
         except OSError as error:
             raise _gone(rank) from error
 
-    def _answer(self, connection: Connection, rank: int, what: str) -> Word:
+    def _answer(self, link: Link, rank: int, what: str) -> Word:
         """At rank 0: what a rank says that should say something."""
         told = time.monotonic() + TELL_S
         while True:
-            while not self._comes(connection, rank):
+            while (word := self._receive(link, rank)) is None:
                 if time.monotonic() > told:
                     told = time.monotonic() + TELL_S
                     log.warning("rank 0 of this peer waits for rank %d, which has not come to %r", rank, what)
-            word = self._receive(connection, rank)
             if not isinstance(word, Waiting) or word.heard == self._said:  # else it has heard what it waited for
                 return word
 
-    def _comes(self, connection: Connection, rank: int) -> bool:
-        """Whether there is something to receive, within :data:`POLL_S`. Ends with Ctrl+C."""
+    def _receive(self, link: Link, rank: int) -> Word | None:
+        """What comes within :data:`POLL_S`. Ends with Ctrl+C."""
         try:
-            return connection.poll(POLL_S)
-        except OSError as error:
-            raise _gone(rank) from error
-
-    def _receive(self, connection: Connection, rank: int) -> Word:
-        while not self._comes(connection, rank):
-            pass
-        try:
-            return decode(connection.recv_bytes())
+            came = link.receive()
         except (OSError, EOFError) as error:
             raise _gone(rank) from error
+        return None if came is None else decode(came)
 
 
-def _listen(group: Group, size: int) -> list[Connection]:
-    """Rank 0: a connection to each other rank, in order."""
+def _listen(group: Group, size: int) -> list[Link]:
+    """Rank 0: a link to each other rank, in order."""
     host, secret = group.cluster_environment.main_address, secrets.token_bytes(32)
     with _server(host, neighbours=group.num_nodes > 1) as server:
         group.broadcast((host, server.getsockname()[1], secret.hex()))
-        found: dict[int, Connection] = {}
+        found: dict[int, Link] = {}
         deadline = time.monotonic() + CONNECT_S
         while len(found) < size - 1:
             server.settimeout(max(0.0, deadline - time.monotonic()))
@@ -224,18 +230,18 @@ def _listen(group: Group, size: int) -> list[Connection]:
             if rank is None or not 0 < rank < size or rank in found:
                 joined.close()  # a stranger
             else:
-                found[rank] = _connection(joined)
+                found[rank] = Link(joined, POLL_S)
     return [found[rank] for rank in range(1, size)]
 
 
-def _dial(group: Group, rank: int) -> Connection:
+def _dial(group: Group, rank: int) -> Link:
     host, port, secret = group.broadcast(None)
     try:
         joined = socket.create_connection((host, port), timeout=CONNECT_S)
         joined.sendall(bytes.fromhex(secret) + rank.to_bytes(_RANK_BYTES, "big"))
     except OSError as error:
         raise RanksError(f"rank {rank} of this peer cannot reach rank 0 at {host}:{port}: {error}") from error
-    return _connection(joined)
+    return Link(joined, POLL_S)
 
 
 def _server(host: str, *, neighbours: bool) -> socket.socket:
@@ -247,12 +253,6 @@ def _server(host: str, *, neighbours: bool) -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _connection(joined: socket.socket) -> Connection:
-    joined.settimeout(None)
-    joined.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(joined.detach())
-
-
 def _greeted(joined: socket.socket, secret: bytes) -> int | None:
     """The rank at the other end, if it is one of this peer."""
     joined.settimeout(POLL_S)
@@ -261,12 +261,6 @@ def _greeted(joined: socket.socket, secret: bytes) -> int | None:
         if hmac.compare_digest(said[:-_RANK_BYTES], secret):
             return int.from_bytes(said[-_RANK_BYTES:], "big")
     return None
-
-
-def _half_closed(connection: Connection) -> None:
-    """The other end hears that nothing comes any more, and can be heard."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as ours:
-        ours.shutdown(socket.SHUT_WR)
 
 
 def _gone(rank: int) -> RanksError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_args
 
 
@@ -101,7 +101,8 @@ _WORDS = {one.__name__: one for one in get_args(Word)}
 
 def encode(word: Word) -> bytes:
     """As JSON."""
-    return json.dumps([type(word).__name__, asdict(word)]).encode()
+    fields = {name: getattr(word, name) for name in word.__slots__}  # asdict() copies all that is in them
+    return json.dumps([type(word).__name__, fields]).encode()
 
 
 def decode(data: bytes) -> Word:

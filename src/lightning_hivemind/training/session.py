@@ -91,6 +91,7 @@ class TrainingSession:
         optimizer = self._strategy.optimizers[0]
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         self._ranks = Ranks.connect(self._strategy)
+        self._place = self._strategy.data_place  # computing it takes a millisecond
         if self._ranks.size > 1:
             self._sigterm.attach()
             self._stopping.known = False
@@ -204,8 +205,9 @@ class TrainingSession:
                 "time_is_up": self._stopping.timer_has_run_out(),
                 "should_stop": bool(self._trainer.should_stop),
                 "alone": self.engine.num_peers == 1,
-                "place": self._strategy.data_place,
+                "place": self._place,
             },
+            more=True,  # what the engine says below
         )
         by_place = {int(share["place"]): int(share["samples"]) for share in shares}
         total, self._alone = sum(by_place.values()), bool(shares[0]["alone"])
@@ -235,7 +237,7 @@ class TrainingSession:
         """See the strategy's. What a model says that is not the swarm's does not count."""
         if not self.started:  # Lightning's sanity check: nothing was trained, and no state taken
             return value
-        mine = [self._strategy.data_place, value, 0 if self.auxiliary else int(samples)]
+        mine = [self._place, value, 0 if self.auxiliary else int(samples)]
         told = self._ranks.share(f"swarm_mean {name}", mine)
         shares = list({place: (mean, count) for place, mean, count in told}.values())
         total = sum(count for _, count in shares)
@@ -251,7 +253,7 @@ class TrainingSession:
         """Unscale this batch's gradients; False if they hold a value that is not finite."""
         accepted = self._scale is None or self._scale.accept()
         if self.model_in_parts is not None:
-            accepted = all(self._ranks.share("finite", accepted))
+            accepted = all(self._ranks.share("finite", accepted, more=True))  # that of the step
         if accepted:
             self._dropped_in_a_row.clear()
         return accepted

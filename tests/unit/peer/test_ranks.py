@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -15,7 +16,21 @@ import pytest
 from lightning_hivemind.errors import RanksError
 from lightning_hivemind.peer import ranks as module
 from lightning_hivemind.peer.ranks import Ranks
-from lightning_hivemind.peer.words import Done, Failed, Item, Shared, Step, Values, Waiting, Word, decode, encode
+from lightning_hivemind.peer.words import (
+    Add,
+    Done,
+    Failed,
+    Gather,
+    GatherSum,
+    Item,
+    Shared,
+    Step,
+    Values,
+    Waiting,
+    Word,
+    decode,
+    encode,
+)
 
 
 class Group:
@@ -82,6 +97,29 @@ def test_the_others_hear_all_that_rank_0_says_in_order() -> None:
     assert together(3, act)[1:] == [said, said]
 
 
+@pytest.mark.parametrize("last", ["tell", "share", "fail"])
+def test_a_word_that_is_held_goes_with_what_comes_next(last: str) -> None:
+    add, done = Add(1.0, first=True), Done("step", 6, True, 2, 8, 16, None)
+
+    def act(ranks: Ranks) -> Any:
+        found: list[Any] = [ranks.share("batch", ranks.rank, more=True)]
+        if ranks.leads:
+            ranks.tell(add, more=True)
+        else:
+            found.append(ranks.hear("step"))
+        if last == "share":
+            return [*found, ranks.share("next", ranks.rank)]
+        if ranks.leads:
+            ranks.tell(done) if last == "tell" else ranks.fail(ValueError("too hot"))
+            return found
+        with contextlib.nullcontext() if last == "tell" else pytest.raises(RanksError, match="ValueError: too hot"):
+            found.append(ranks.hear("step"))
+        return found
+
+    ends = {"tell": [done], "share": [[0, 1, 2]], "fail": []}
+    assert together(3, act)[1:] == [[[0, 1, 2], add, *ends[last]]] * 2
+
+
 @pytest.mark.parametrize(
     "word",
     [
@@ -89,6 +127,9 @@ def test_the_others_hear_all_that_rank_0_says_in_order() -> None:
         Shared("a", [None, 2.5]),
         Step(1, [True]),
         Values(3, 7),
+        Add(0.5, first=False),
+        Gather(1),
+        GatherSum(),
         Failed("no"),
         Waiting("step", 3),
         Done("step", 1, True, 2, 3, 4, 5),
