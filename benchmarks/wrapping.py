@@ -5,7 +5,8 @@
 Trainers with the same tiny model live side by side and train in turns of 100 batches, 1000 in all: with the bare local
 strategy, which accumulates gradients, or makes a step of each batch, as it does if nothing is said; and with the same
 inside of ``HivemindStrategy``, which accumulates. Found is the CPU time of a rank's whole process, threads in the
-background included. (Ranks that only accumulate do not meet after a batch; in a swarm, and with steps, they do.)
+background included. Ranks of bare DDP that accumulate do not average their gradients after a batch, if nothing else is
+said; in a swarm, and with steps, they do: so DDP is compared with both, and what it costs to average stands beside.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ WARM = 1
 KINDS = {"one process": ("auto", 1), "DDP, two ranks": ("ddp", 2), "FSDP2, two ranks": ("fsdp2", 2)}
 LIMIT_MS = 0.5
 #: and the options of each
-CONTENDERS = {"accumulates": [], "steps": ["--steps"], "swarm": ["--swarm"]}
+CONTENDERS = {"apart": ["--apart"], "accumulates": [], "steps": ["--steps"], "swarm": ["--swarm"]}
+#: against which of them a swarm is held, and what their micro-batch is
+BARE = {
+    "accumulates": "a micro-batch that is accumulated",
+    "steps": "a batch of which it steps",
+    "apart": "a micro-batch that ranks accumulate without averaging",
+}
 
 
 def cpu_ms(local_strategy: str, devices: int) -> dict[str, list[float]]:
@@ -40,16 +47,19 @@ def cpu_ms(local_strategy: str, devices: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory(prefix="wrapping-") as name:
         folder, running = Path(name), []
         try:
-            for contender, options in CONTENDERS.items():
+            contenders = {
+                one: options for one, options in CONTENDERS.items() if one != "apart" or local_strategy == "ddp"
+            }
+            for contender, options in contenders.items():
                 command = [sys.executable, str(Path(__file__).with_name("wrapping_peer.py")), name, contender]
                 command += [local_strategy, str(devices), str(TURNS), str(BATCHES), *options]
                 with open(folder / f"{contender}.log", "wb") as log:
                     running.append(
                         subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
                     )
-            found: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
+            found: dict[str, list[float]] = {contender: [] for contender in contenders}
             for turn in range(TURNS):
-                for contender in sorted(CONTENDERS, reverse=bool(turn % 2)):
+                for contender in sorted(contenders, reverse=bool(turn % 2)):
                     (folder / f"{contender}-{turn}.turn").touch()
                     said = [folder / f"{contender}-{turn}-{rank}.cpu" for rank in range(devices)]
                     deadline = time.monotonic() + PATIENCE_S
@@ -72,14 +82,18 @@ def main() -> int:
     began, rows, bars = Run(), [], list[Bar]()
     for kind, (local_strategy, devices) in KINDS.items():
         found = cpu_ms(local_strategy, devices)
-        cells = [median(turns) for turns in found.values()]
-        for bare, of in (("accumulates", "a micro-batch that is accumulated"), ("steps", "a batch of which it steps")):
+        cells = [number(median(found[one])) if one in found else "-" for one in CONTENDERS]
+        for bare, of in BARE.items():
+            if bare not in found:
+                cells.append("-")
+                continue
             added = [one - other for one, other in zip(found["swarm"], found[bare], strict=True)]
-            cells.append(median(added))
+            cells.append(number(median(added)))
             bars.append(at_most(f"{kind}: added to {of}", LIMIT_MS, added, " ms"))
-        rows.append([kind, *map(number, cells)])
+        rows.append([kind, *cells])
     facts = began.facts()
-    heads = ["peer", "bare, accumulates: ms of CPU", "bare, steps", "in a swarm", "added to the first", "to the second"]
+    heads = ["peer", "bare, accumulates without averaging: ms of CPU", "bare, accumulates", "bare, steps", "in a swarm"]
+    heads += [f"added to {of}" for of in BARE.values()]
     text = report("What a swarm adds to a micro-batch", facts, markdown_table(heads, rows), bars)
     print(text)
     if options.write:

@@ -1,6 +1,6 @@
 """One contender of ``wrapping.py``: a Trainer that trains in turns, and says what CPU time each turn took.
 
-    python wrapping_peer.py FOLDER NAME LOCAL_STRATEGY DEVICES TURNS BATCHES [--swarm | --steps]
+    python wrapping_peer.py FOLDER NAME LOCAL_STRATEGY DEVICES TURNS BATCHES [--swarm | --steps | --apart]
 
 Each rank waits for ``FOLDER/NAME-<turn>.turn`` and then writes ``NAME-<turn>-<rank>.cpu``: seconds of CPU per batch.
 """
@@ -8,13 +8,14 @@ Each rank waits for ``FOLDER/NAME-<turn>.turn`` and then writes ``NAME-<turn>-<r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from bench_peer import publish
@@ -69,10 +70,20 @@ class InTurns(pl.Callback):
         self._left, self._began = self._batches - 1, time.process_time()
 
 
+class Averaging(DDPStrategy):
+    """Its ranks average the gradients of each batch, also when it makes no step of them."""
+
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    local = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    strategy: Any = local if options.local_strategy == "fsdp2" else options.local_strategy
+    strategy: Any = options.local_strategy
+    if strategy == "fsdp2":
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    elif strategy == "ddp" and not (options.swarm or options.apart):
+        strategy = Averaging()
     if options.swarm:
         from lightning_hivemind import HivemindStrategy
 
@@ -107,5 +118,6 @@ if __name__ == "__main__":
     parser.add_argument("turns", type=int)
     parser.add_argument("batches", type=int)
     parser.add_argument("--swarm", action="store_true")
+    parser.add_argument("--apart", action="store_true", help="bare DDP as it is: no average of what it accumulates")
     parser.add_argument("--steps", action="store_true", help="at each batch, bare")
     main(parser.parse_args())

@@ -8,6 +8,9 @@ import math
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.events import BatchDropped, EpochCommitted, Event
@@ -20,12 +23,26 @@ PROGRESS_EVERY_S = 30.0
 def make_log_visible() -> None:
     """Show this package's INFO lines on standard error, unless the script has set up logging itself."""
     if not log.hasHandlers():
-        handler = logging.StreamHandler()
+        handler = _BesideBars()
         handler.setFormatter(logging.Formatter("[swarm] %(message)s"))
         log.addHandler(handler)
         log.propagate = False
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
+
+
+class _BesideBars(logging.StreamHandler[Any]):
+    """Standard error, without tearing progress bars apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(tqdm, "_instances", None):
+            super().emit(record)
+            return
+        try:
+            tqdm.write(self.format(record), file=self.stream)
+            self.flush()
+        except Exception:
+            self.handleError(record)
 
 
 class LogSubscriber:

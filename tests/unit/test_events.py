@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 import pytest
+from tqdm import tqdm
 
 from lightning_hivemind import events, subscribers
 
@@ -38,3 +40,20 @@ def test_a_global_step_is_written_now_and_then(
         now += subscribers.PROGRESS_EVERY_S
         subscriber(committed(3))
     assert [text.split(":")[0] for text in caplog.messages] == [f"global step {epoch}" for epoch in said]
+
+
+def test_a_line_of_the_log_does_not_end_in_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(subscribers.log, "handlers", [])
+    monkeypatch.setattr(subscribers.log, "propagate", False)
+    monkeypatch.setattr(subscribers.log, "level", logging.NOTSET)
+    monkeypatch.setattr("sys.stderr", out)
+    subscribers.make_log_visible()
+    with tqdm(total=4, file=out, desc="pass") as bar:
+        bar.update(1)
+        subscribers.log.info("a peer came")
+        bar.refresh()
+    subscribers.log.info("it went")
+    lines = [line.rsplit("\r", 1)[-1] for line in out.getvalue().split("\n")]
+    assert "[swarm] a peer came" in lines
+    assert lines[-2:] == ["[swarm] it went", ""]

@@ -78,6 +78,8 @@ def advise(here: Situation) -> Advice:
     how = _collaboration(here, way.devices if way is not None else machine.devices, offloads=_offloads(way))
     if how["inner_steps"] and way is not None and "offload_optimizer" in way.name:  # inner steps are made on the device
         way = next((one for one in fitting if "offload_optimizer" not in one.name), None)
+        if way is not None:  # perhaps of other devices
+            how = _outer(here, here.computing_s(way.devices), way.devices)
     arguments, reasons = [f"target_batch_size={how.pop('target')}"], []
     if way is None:
         reasons.append(
@@ -87,6 +89,13 @@ def advise(here: Situation) -> Advice:
         name, _, more = way.name.partition(" with ")
         arguments += [f'local_strategy="{name}"'] * (name != "auto") + [more] * bool(more)
         reasons.append(f"{way.says}: the simplest that fits.")
+        if way.devices > 1:
+            reasons.append(f"It is one peer of all devices of this machine: Trainer(devices={way.devices}).")
+        if name.endswith("offload"):
+            reasons.append(
+                "DeepSpeed steps in host memory by its own Adam: return deepspeed.ops.adam.DeepSpeedCPUAdam in"
+                " configure_optimizers (on first use it compiles for minutes)."
+            )
     arguments += how.pop("arguments")
     reasons += how.pop("reasons")
     return Advice(ways=found, way=way, arguments=arguments, reasons=reasons, **how)

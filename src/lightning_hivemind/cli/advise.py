@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODULE:CLASS", help="a LightningModule's class, or a function that makes one")
-    add("--arguments", type=json.loads, default={}, metavar="JSON", help='what it is called with, as {"width": 512}')
+    add("--arguments", type=_json, default={}, metavar="JSON", help='what it is called with, as {"width": 512}')
     add("--peers", type=count, default=4, help="how many take part (%(default)s)")
     add("--batch-samples", type=count, default=8, help="samples of one batch of one device (%(default)s)")
     add("--target-batch-size", type=count, help="samples of a global step (one batch of every device)")
@@ -52,6 +52,7 @@ def run(given: argparse.Namespace) -> int:
         return _listen(given.listen)
     if given.model is None:
         raise ArgumentError("say which model, as MODULE:CLASS, as in train:GPT; or --listen PORT.")
+    facts = look_at(find(given.model), given.arguments)
     if (given.line is None) == (given.measure is None):
         raise ArgumentError("say how fast the line to the others is: --line MBIT, or --measure HOST:PORT.")
     for name in ("line", "device_memory", "host_memory", "device_tflops"):
@@ -60,7 +61,6 @@ def run(given: argparse.Namespace) -> int:
     for name in ("peers", "batch_samples", "devices", "target_batch_size"):
         if (value := getattr(given, name)) is not None and value < (2 if name == "peers" else 1):
             raise ArgumentError(f"--{name.replace('_', '-')}={value}: give {2 if name == 'peers' else 1} or more.")
-    facts = look_at(find(given.model), given.arguments)
     measured = None if given.measure is None else line.measure(*_address(given.measure))
     here = _machine(given)
     situation = Situation(
@@ -73,11 +73,19 @@ def run(given: argparse.Namespace) -> int:
     )
     found = advise(situation)
     if given.json:
-        told = {"model": asdict(facts), "machine": asdict(here), "line": measured and asdict(measured)}
+        of_line = {"up_mbit_s": given.line} if measured is None else asdict(measured)
+        told = {"model": asdict(facts), "machine": asdict(here), "line": of_line}
         sys.stdout.write(json.dumps({**told, "advice": asdict(found)}, indent=2) + "\n")
     else:
         sys.stdout.write(text(situation, found, measured) + "\n")
     return 0 if found.way is not None else 1
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'{text} is no JSON ({error}); give it as {{"width": 512}}') from error
 
 
 def _machine(given: argparse.Namespace) -> machine.Machine:

@@ -12,10 +12,9 @@ import torch
 
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.lightning_twins import chosen_package, lightning_module
+from lightning_hivemind.peer.portable import FSDP, writer_of
 from lightning_hivemind.peer.shards import plain_name
 
-#: in a directory of torch.distributed.checkpoint, and in DeepSpeed's
-TORCHS, DEEPSPEEDS = ".metadata", "checkpoint"
 #: what Lightning's FSDP2 and FSDP call the weights there
 _WEIGHTS = ("state_dict", "model")
 
@@ -41,14 +40,12 @@ def run(given: argparse.Namespace) -> int:
     directory, file = given.directory, given.file
     if file.exists():
         raise ArgumentError(f"{file} exists. Name another file; nothing was written.")
-    if (directory / TORCHS).is_file():
-        checkpoint = _torchs(directory)
-    elif (directory / DEEPSPEEDS).is_dir():
-        checkpoint = _deepspeeds(directory)
-    else:
+    writer = writer_of(directory)
+    if writer is None:
         raise ArgumentError(
             f"{directory} is no directory that FSDP2, FSDP or DeepSpeed have saved. Nothing was written."
         )
+    checkpoint = _torchs(directory) if writer == FSDP else _deepspeeds(directory)
     checkpoint["state_dict"] = {plain_name(name): _whole(one) for name, one in checkpoint["state_dict"].items()}
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(checkpoint, file)

@@ -168,7 +168,8 @@ class SwarmRecords:
             others = [prints[start : start + PRINTS] for start in range(0, len(prints), PRINTS)]
             for group, other in zip(self._groups(), others, strict=False):
                 if _print(group) != other:
-                    return f"What differs first is: {' ... '.join(dict.fromkeys((group[0], group[-1])))} (here)."
+                    here = " ... ".join(dict.fromkeys((group[0], group[-1])))
+                    return f"What differs first is: {here} here, and something else there."
         return f"It has {entries} entries, this one has {len(self._schema)}."
 
 

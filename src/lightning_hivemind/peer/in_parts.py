@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.lightning_twins import lightning_module as module_of
@@ -14,6 +16,8 @@ from lightning_hivemind.peer import portable
 from lightning_hivemind.peer.several import SeveralProcesses
 from lightning_hivemind.peer.sharded import Sharded
 from lightning_hivemind.peer.shards import DistributedTensors, Shards
+
+log = logging.getLogger("lightning_hivemind")
 
 #: of a checkpoint: what is large
 _LARGE = {"state_dict", "optimizer_states"}
@@ -25,6 +29,8 @@ class InParts(SeveralProcesses):
     """
 
     in_parts = True
+    #: who writes what it has for a checkpoint of its own
+    writes = portable.FSDP
     lightning_module: Any
     package: str
     #: of the fit, or of the last one
@@ -91,11 +97,13 @@ class InParts(SeveralProcesses):
 
     def _load_own(self, path: Any, is_directory: bool, *weights_only: Any, **more: Any) -> dict[str, Any]:
         """As Lightning's strategy does."""
+        if is_directory:
+            portable.refuse_directory(path, self.writes)
         if self._session_wanted() and self.arguments.recreates_optimizer:
             raise ArgumentError(
                 f"ckpt_path={str(path)!r} is a directory, in which each rank has its part of the optimizer's state, and"
-                " with offload_optimizer (or a delay, which offloads) rank 0 has it whole. Make one file of it first:"
-                " lightning-hivemind collate."
+                " with offload_optimizer (or a delay, which offloads) rank 0 has it whole. Resume it once without them,"
+                " with portable_checkpoints=True, and save: that file is resumed with them."
             )
         checkpoint: dict[str, Any] = super().load_checkpoint(path, *weights_only, **more)  # type: ignore[misc]
         self.resume(checkpoint, {})
@@ -115,6 +123,30 @@ class ModelParallel(InParts):
     """Between the swarm's strategy and Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallel)."""
 
     model: torch.nn.Module
+    is_global_zero: bool
+    world_size: int
+
+    def setup(self, trainer: Any) -> None:
+        if not module_of(self.package, "utilities.model_helpers").is_overridden(
+            "configure_model", self.lightning_module
+        ):
+            raise ArgumentError(
+                f"local_strategy={self.arguments.local_strategy!r}: the module puts itself into parts, in"
+                " configure_model(), which it does not have. Write it (there fully_shard() is called on its layers), or"
+                ' use local_strategy="fsdp", which needs none.'
+            )
+        super().setup(trainer)  # type: ignore[misc]
 
     def shards(self, optimizer: torch.optim.Optimizer) -> Shards:
+        parameters = self.model.parameters()
+        if not any(isinstance(one, DTensor) and one.device_mesh.size() > 1 for one in parameters) and (
+            self.is_global_zero and self.world_size > 1
+        ):
+            log.warning(
+                "configure_model() has put nothing into parts: each of the %d ranks has all of the model, and ranks of"
+                " one tensor_parallel group compute the same batches. ModelParallelStrategy(data_parallel_size=%d,"
+                ' tensor_parallel_size=1) and fully_shard(layer, mesh=self.device_mesh["data_parallel"]) do.',
+                self.world_size,
+                self.world_size,
+            )
         return DistributedTensors(optimizer, self.lightning_module, self.model)

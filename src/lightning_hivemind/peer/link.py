@@ -47,6 +47,15 @@ class Link:
             self._come += read
         return message
 
+    def has_ended(self) -> bool:
+        """Whether the other end has said all; does not wait."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def say_no_more(self) -> None:
         """The other end hears that nothing comes any more, and can be heard. Raises OSError."""
         self._socket.shutdown(socket.SHUT_WR)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_hivemind.argument_checks import closest
 from lightning_hivemind.errors import ArgumentError, kind_of
 from lightning_hivemind.lightning_twins import lightning_module, package_of
 from lightning_hivemind.peer.fsdp import FullySharded
@@ -63,15 +65,21 @@ def chosen(local_strategy: Any, package: str, *, of_trainer: bool = False) -> Lo
     if isinstance(local_strategy, str):
         registry = lightning_module(package, "strategies").StrategyRegistry
         if local_strategy not in registry:
-            names = ", ".join(sorted(name for name in registry if _can_be(registry[name], package)))
-            raise ArgumentError(f"local_strategy={local_strategy!r}: there is no such strategy. Give one of {names}.")
+            names = sorted(name for name in registry if _can_be(registry[name], package))
+            raise ArgumentError(
+                f"local_strategy={local_strategy!r}: there is no such strategy. {closest(local_strategy, names)}Give"
+                f" one of {', '.join(names)}; or, for FSDP2 and tensor parallel, an object: ModelParallelStrategy(...)."
+            )
         entry = registry[local_strategy]
         settings = dict(entry["init_params"])
         return Local(
             package, _bases(entry["strategy"], local_strategy, package, settings.get("start_method")), settings
         )
     its = package_of(local_strategy)
-    if its is None or isinstance(local_strategy, type):
+    if isinstance(local_strategy, type):
+        name = local_strategy.__name__
+        raise ArgumentError(f"local_strategy={name}: that is a class. Make an object of it: {name}().")
+    if its is None:
         raise ArgumentError(
             f"local_strategy={local_strategy!r}: {kind_of(local_strategy)} is no strategy. Give what"
             ' Trainer(strategy=...) takes: a name ("ddp"), or a strategy object (DDPStrategy(static_graph=True)).'
@@ -94,6 +102,11 @@ def _bases(strategy: Any, said: Any, package: str, start_method: Any) -> tuple[t
         if isinstance(strategy, type) and issubclass(strategy, _class(package, name)):
             if issubclass(strategy, _class(package, "XLAStrategy")):  # derived from it
                 break
+            if mixin is ZeroRedundancy and importlib.util.find_spec("deepspeed") is None:
+                raise ArgumentError(
+                    f"local_strategy={said!r}: DeepSpeed is not installed. Install this package with its extra"
+                    " deepspeed, which brings the release that it knows: pip install -e '.[deepspeed]' where it lies."
+                )
             return (mixin, strategy)
     raise ArgumentError(
         f"local_strategy={said!r}: a peer of a swarm cannot be such a one. Use {', '.join(_MIXINS)}, or one of their"

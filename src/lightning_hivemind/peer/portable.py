@@ -6,6 +6,7 @@ By the pieces, not by what torch or DeepSpeed have for it: what FSDP of version 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,31 @@ from lightning_hivemind.errors import ArgumentError
 from lightning_hivemind.peer.sharded import Sharded
 from lightning_hivemind.peer.shards import plain_name, unwrapped
 
+#: who writes directories
+FSDP, DEEPSPEED = "FSDP or FSDP2", "DeepSpeed"
 _SHOWN = 5
 #: torch's name for it
 _EXTRA = "_extra_state"
+
+
+def writer_of(path: Any) -> str | None:
+    """Whose ranks have written there, each its part."""
+    if (Path(path) / ".metadata").is_file():
+        return FSDP
+    return DEEPSPEED if (Path(path) / "checkpoint").is_dir() else None
+
+
+def refuse_directory(path: Any, own: str = "") -> None:
+    """Raises ArgumentError if ``path`` is a directory, and not of a writer who is ``own``."""
+    if not Path(path).is_dir() or (writer := writer_of(path)) == own:
+        return
+    raise ArgumentError(
+        f"ckpt_path={str(path)!r} is a directory"
+        + (f" that {writer} has written, and only ranks of the same kind can resume." if writer else ".")
+        + " What any kind of peer resumes is one file, with the optimizer: let a peer of that kind resume it with"
+        " portable_checkpoints=True, and save. (lightning-hivemind collate makes a file of its weights only, for"
+        " load_from_checkpoint.)"
+    )
 
 
 def state_dict(model: Sharded) -> dict[str, Any]:

@@ -29,6 +29,8 @@ CONNECT_S = 60.0
 TELL_S = 30.0
 #: how long a rank that fails waits for rank 0 to end: launchers kill rank 0 once another one has
 PATIENCE_S = 10.0
+#: of why rank 0 has failed, that the others tell; it tells all
+REASON_CHARS = 200
 _RANK_BYTES = 4
 
 T = TypeVar("T", bound=Word)
@@ -156,8 +158,12 @@ class Ranks:
             return
         self._failed = True
         if self.leads:
+            gone = [rank for rank, link in self._others() if link.has_ended()]
+            if gone and not isinstance(error, RanksError):  # perhaps it says only that a connection has broken
+                log.error("%s", _gone(gone[0]))
             with contextlib.suppress(RanksError):
-                self.tell(Failed(f"{type(error).__name__}: {error}"))
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                self.tell(Failed(reason if len(reason) <= REASON_CHARS else f"{reason[:REASON_CHARS]}..."))
         else:
             for one in self._links:
                 with contextlib.suppress(OSError):

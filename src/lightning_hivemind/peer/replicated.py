@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hivemind.peer import portable
 from lightning_hivemind.peer.several import SeveralProcesses
 
 
@@ -32,6 +34,18 @@ class Replicated(SeveralProcesses):
         for work, one in zip(works, gradients, strict=True):
             work.wait()
             one.div_(self.world_size)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        portable.refuse_directory(checkpoint_path)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        return loaded
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's advice is for who has given DDP to the Trainer: followed as it is, the swarm would be gone."""
+        super().on_exception(exception)  # type: ignore[misc]
+        exception.args = tuple(
+            re.sub(r"\bstrategy=", "local_strategy=", one) if isinstance(one, str) else one for one in exception.args
+        )
 
     def _register_ddp_hooks(self) -> None:
         """Also on a CPU, where Lightning leaves them away without a word."""

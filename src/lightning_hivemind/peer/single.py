@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_hivemind.peer import portable
+
 
 class SingleProcess:
     """Between the strategy and Lightning's ``Strategy``; see :func:`lightning_hivemind.lightning_twins.twin_of`.
@@ -55,6 +57,11 @@ class SingleProcess:
 
     def finish_gradients(self) -> None:
         """They are what the backward pass has left."""
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        portable.refuse_directory(checkpoint_path)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        return loaded
 
     def model_to_device(self) -> None:
         assert self.model is not None

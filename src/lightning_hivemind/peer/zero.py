@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 import torch
 
 from lightning_hivemind.errors import ArgumentError
+from lightning_hivemind.peer import portable
 from lightning_hivemind.peer.in_parts import InParts
 from lightning_hivemind.peer.shards import Shards
 from lightning_hivemind.peer.zero_shards import ZeroOptimizer, ZeroShards
@@ -23,7 +25,7 @@ _STAGES: dict[str, type[Stage]] = {
 class ZeroRedundancy(InParts):
     """Between the swarm's strategy and Lightning's ``DeepSpeedStrategy``; works on CPUs, too."""
 
-    offloads_itself = True
+    offloads_itself, writes = True, portable.DEEPSPEED
     parallel_devices: list[torch.device] | None
     config: dict[str, Any]
     zero_stage_3: bool
@@ -34,6 +36,8 @@ class ZeroRedundancy(InParts):
         return ZeroShards(optimizer, self.lightning_module)
 
     def setup_environment(self) -> None:
+        # torch's new names for what DeepSpeed calls, told by the hundred
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         devices = self.parallel_devices or []
         if any(one.type != "cpu" for one in devices):
             super().setup_environment()
@@ -77,8 +81,9 @@ class ZeroRedundancy(InParts):
         stage = _STAGES.get(type(made).__name__)
         if stage is None:
             raise ArgumentError(
-                f"DeepSpeed has made a {type(made).__name__} here, which a swarm does not know. Use ZeRO (stage 1, 2 or"
-                ' 3) with Trainer(precision="32-true").'
+                f"DeepSpeed steps by {type(made).__name__} here, which is none of ZeRO's. Use ZeRO (stage 1, 2 or 3)"
+                ' with Trainer(precision="32-true"). (DeepSpeedStrategy(config=...) takes the place of stage=... and'
+                ' all other settings: the stage belongs into it then, as "zero_optimization": {"stage": 3}.)'
             )
         if engine.fp16_enabled():
             raise ArgumentError(

@@ -24,10 +24,12 @@ def check_trainer(arguments: Arguments, strategy: Any, trainer: Any) -> None:
 
 
 def _check_accumulation(trainer: Any) -> None:
-    accumulates = [cb for cb in trainer.callbacks if type(cb).__name__ == "GradientAccumulationScheduler"]
-    if trainer.accumulate_grad_batches != 1 or any(_schedules(cb) for cb in accumulates):
+    scheduler = "GradientAccumulationScheduler"  # Lightning adds one for accumulate_grad_batches, too
+    scheduled = any(type(cb).__name__ == scheduler and _schedules(cb) for cb in trainer.callbacks)
+    if trainer.accumulate_grad_batches != 1 or scheduled:
+        said = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
         raise ArgumentError(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): the swarm accumulates already, until"
+            f"{scheduler if trainer.accumulate_grad_batches == 1 else said}: the swarm accumulates already, until"
             " it has target_batch_size samples. Remove it, and raise target_batch_size for larger batches."
         )
 
@@ -97,7 +99,8 @@ def _check_parts(arguments: Arguments, strategy: Any) -> None:
     if strategy.offloads_itself and arguments.recreates_optimizer:
         raise ArgumentError(
             "offload_optimizer (or a delay, which offloads): DeepSpeed steps by its own optimizer. Leave them away, and"
-            " use DeepSpeedStrategy(offload_optimizer=True) for host memory."
+            " use DeepSpeedStrategy(offload_optimizer=True) for host memory, with DeepSpeedCPUAdam (of"
+            " deepspeed.ops.adam) in configure_optimizers."
         )
     if "16-mixed" in str(getattr(strategy.precision_plugin, "precision", "")).replace("bf16", ""):
         raise ArgumentError(

@@ -18,6 +18,7 @@ class LoopProgress:
         self._trainer = trainer
         self._loop = trainer.fit_loop.epoch_loop
         self._stepped = False
+        self._bar: Any = None
 
     def attach(self) -> None:
         """Answer in the loop's place. Upstream has no public seam for it; a test fails should the method go."""
@@ -25,8 +26,15 @@ class LoopProgress:
             raise RuntimeError("this Lightning has no _TrainingEpochLoop._should_accumulate: use lightning>=2.5,<2.7")
         self._loop._should_accumulate = self._should_accumulate
 
+        self._bar = self._trainer.progress_bar_callback
+        if self._bar is not None:
+            self._bar.__class__ = _of_passes(type(self._bar))
+
     def detach(self) -> None:
         self._loop.__dict__.pop("_should_accumulate", None)
+        if self._bar is not None:
+            self._bar.__class__ = type(self._bar).__base__
+            self._bar = None
 
     def follow(self, epoch: int, *, committed: bool) -> None:
         """``epoch`` global steps are made; ``committed``, after a batch: it completed the last of them."""
@@ -40,6 +48,12 @@ class LoopProgress:
 
     def _should_accumulate(self) -> bool:
         return not self._stepped
+
+
+def _of_passes(bar: type) -> type:
+    """Like it, with the batches of a pass as its total. With ``max_epochs=-1`` Lightning's may be the steps left."""
+    total = property(lambda self: self.trainer.num_training_batches)
+    return type(bar.__name__, (bar,), {"total_train_batches": total, "__module__": bar.__module__})
 
 
 class StopTogether:

@@ -64,7 +64,7 @@ class TrainingSession:
         self._scale: LossScale | None = None
         self._first: FirstToKnow | None = None
         self._bystander: Bystander | None = None
-        self._ranks = Ranks()
+        self._ranks, self._place = Ranks(), 0
         self._model: PeerModel | None = None
         #: what a rank's loss is multiplied by, for the mean over ranks to be one over samples; and what it wishes
         self._share, self._wish, self._alone = 1.0, "", False

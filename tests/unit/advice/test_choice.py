@@ -108,5 +108,15 @@ def test_what_does_not_go_together_is_not_advised() -> None:
     assert offload.inner_steps
     assert offload.way is not None
     assert offload.way.name == "deepspeed_stage_3_offload"
+    assert any("DeepSpeedCPUAdam" in reason for reason in offload.reasons)
     deepspeed = advise(situation(8, 8, line=40_000, flops=4e12))
     assert not any("delay" in one for one in deepspeed.arguments)
+
+
+def test_inner_steps_are_those_of_the_devices_that_are_advised() -> None:
+    """The simplest that fits is one device with offload, which inner steps cannot use: so it is both devices."""
+    found = advise(situation(17, 2, line=100, flops=4e11))
+    assert found.way is not None
+    assert (found.way.name, found.way.devices) == ("deepspeed_stage_2", 2)
+    assert f"target_batch_size={found.inner_steps * 4 * 2 * 8}" in found.arguments
+    assert any("Trainer(devices=2)" in reason for reason in found.reasons)

@@ -50,6 +50,7 @@ def test_it_waits_as_long_as_it_should(ends: tuple[socket.socket, Link]) -> None
 @pytest.mark.parametrize("begun", [b"", b"\0\0", b"\0\0\0\2a"])
 def test_the_end_is_told_also_within_a_message(ends: tuple[socket.socket, Link], begun: bytes) -> None:
     bare, link = ends
+    assert not link.has_ended()
     bare.send(begun)
     bare.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
@@ -64,3 +65,18 @@ def test_who_says_no_more_still_hears(ends: tuple[socket.socket, Link]) -> None:
     assert bare.recv(1) == b""
     bare.sendall(b"\0\0\0\1a")
     assert link.receive() == b"a"
+
+
+def test_whether_it_has_ended_is_known_without_reading() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        bare = socket.create_connection(server.getsockname())
+        link = Link(server.accept()[0], 10.0)
+    bare.sendall(b"\0\0\0\1a")
+    time.sleep(0.05)
+    assert not link.has_ended(), "there is something to read"
+    assert link.receive() == b"a"
+    bare.close()
+    time.sleep(0.05)
+    assert link.has_ended()
+    link.close()
+    assert link.has_ended()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 pytest.importorskip("hivemind")
 
@@ -73,12 +74,11 @@ def test_a_subclass_of_ours_may_give_it_too() -> None:
 @pytest.mark.parametrize(
     ("local_strategy", "says"),
     [
-        ("dpp", "there is no such strategy. Give one of ddp,"),
+        ("dpp", "there is no such strategy. did you mean 'ddp'? Give one of ddp,"),
         ("ddp_spawn", "spawned ranks"),
         (DDPStrategy(start_method="spawn"), "spawned ranks"),
         (SingleDeviceStrategy("cpu"), "cannot be such a one. Use DeepSpeedStrategy,"),
         ("hivemind", "cannot be such a one. Use DeepSpeedStrategy,"),
-        (DDPStrategy, "is no strategy"),
         (object(), "is no strategy"),
         (2, "an int is no strategy"),
         (None, "a NoneType is no strategy"),
@@ -120,6 +120,53 @@ def test_nobody_is_given_the_port_of_the_ranks_before_they_listen_there(monkeypa
     store = torch.distributed.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
     store.set("a", "b")
     assert store.get("a") == b"b"
+
+
+@pytest.mark.parametrize(
+    ("local_strategy", "says"),
+    [
+        ("fdsp", "did you mean 'fsdp'"),
+        ("fsdp2", r"for FSDP2 and tensor parallel, an object: ModelParallelStrategy\(\.\.\.\)"),
+        (DDPStrategy, r"DDPStrategy: that is a class\. Make an object of it: DDPStrategy\(\)"),
+    ],
+)
+def test_who_nearly_knows_the_name_is_told(local_strategy: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        HivemindStrategy(target_batch_size=8, initial_peers=[], local_strategy=local_strategy)
+
+
+def test_where_deepspeed_is_missing_it_says_how_to_get_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match=r"DeepSpeed is not installed.*\[deepspeed\]"):
+        HivemindStrategy(target_batch_size=8, initial_peers=[], local_strategy="deepspeed_stage_2")
+
+
+def test_a_module_without_configure_model_is_told_before_anything_is_made() -> None:
+    strategy = made(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    strategy._lightning_module = pl.LightningModule()
+    with pytest.raises(ArgumentError, match=r"in configure_model\(\), which it does not have"):
+        super(type(strategy), strategy).setup(strategy)
+
+
+def test_advice_of_ddp_names_the_argument_of_the_swarm() -> None:
+    strategy = made("ddp")
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one")
+    strategy.on_exception(error)
+    assert "local_strategy='ddp_find_unused_parameters_true'" in str(error)
+    assert "local_strategy=DDPStrategy(find_unused_parameters=True)" in str(error)
+
+
+@pytest.mark.parametrize(("holds", "writer"), [(".metadata", "FSDP"), ("checkpoint/a", "DeepSpeed"), ("a", None)])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_directory_of_other_ranks_is_refused_with_the_way_out(
+    holds: str, writer: str | None, devices: int, tmp_path: Path
+) -> None:
+    (tmp_path / holds).parent.mkdir(exist_ok=True)
+    (tmp_path / holds).touch()
+    strategy = made("auto", devices=devices)
+    with pytest.raises(ArgumentError, match=r"is a directory.*portable_checkpoints=True, and save") as caught:
+        strategy.load_checkpoint(tmp_path)
+    assert (f"that {writer}" in str(caught.value)) == (writer is not None)
 
 
 class Base:

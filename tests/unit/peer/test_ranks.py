@@ -248,3 +248,24 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "CONNECT_S", 0.2)
     with pytest.raises(RanksError, match=r"ranks \[1, 2\] of this peer did not come"):
         Ranks.connect(Group(3).of(0))
+
+
+def test_rank_0_says_which_rank_has_gone_and_the_others_hear_a_reason_of_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a collective raises says only that a connection has broken."""
+    monkeypatch.setattr(module.log, "propagate", True)
+
+    def act(ranks: Ranks) -> Any:
+        if ranks.rank == 2:
+            return None
+        if not ranks.leads:
+            return ranks.hear("step")
+        time.sleep(0.2)
+        ranks.fail(RuntimeError("Connection closed\nby peer. " + "x" * 1000))
+        return None
+
+    heard = str(together(3, act)[1])
+    assert "rank 2 of this peer has ended" in caplog.text
+    assert heard.startswith("rank 0 of this peer has ended: RuntimeError: Connection closed by peer. xx")
+    assert len(heard) < 300

@@ -154,3 +154,8 @@ def test_extra_tensors_on_a_device_exclude_a_host_optimizer() -> None:
 def test_several_nodes_are_refused_with_what_to_do_instead() -> None:
     with pytest.raises(ArgumentError, match="Leave num_nodes away, and start the script on each machine"):
         check("32-true", num_nodes=2)
+
+
+def test_who_accumulates_by_a_callback_is_told_of_that() -> None:
+    with pytest.raises(ArgumentError, match=r"^GradientAccumulationScheduler: the swarm accumulates already"):
+        check("32-true", callbacks=[pl.callbacks.GradientAccumulationScheduler({0: 2})])
