@@ -361,7 +361,7 @@ class Driver:
             case CatchUp(head=head, commits=commits):
                 self._follow(head, commits, self._now())
             case Note(what=what, peer=peer):
-                log.info("%s: %s", f"peer {peer}" if peer else "a round came to nothing here", what)
+                log.info("%s: %s", f"peer {peer}" if peer else "a round came to nothing here, another follows", what)
 
     def _join(self, round_id: bytes) -> None:
         given = self._training.give()
