@@ -153,7 +153,7 @@ def _local_updates(values: Values) -> None:
     """Every peer steps with its own gradients: nothing about averaged gradients can have a meaning."""
     if not values["use_local_updates"]:
         return
-    fix = "leave it away, or set use_local_updates=False"
+    fix = "leave it away, or " + ("set use_local_updates=False" if values["outer"] is None else "leave outer away")
     for name in ("reuse_grad_buffers", "delay_grad_averaging", "delay_optimizer_step", "offload_optimizer"):
         if values[name]:
             raise refusal(name, True, _LOCAL_UPDATES_EXCLUDE[name], fix)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_hivemind.errors import ArgumentError
 
@@ -32,7 +35,7 @@ class DiLoCo:
 
     def __post_init__(self) -> None:
         for name, value, right, wanted in (
-            ("lr", self.lr, _is_number(self.lr) and 0.0 < self.lr < float("inf"), "a number above 0"),
+            ("lr", self.lr, _is_number(self.lr) and 0.0 < self.lr <= sys.float_info.max, "a number above 0"),
             ("momentum", self.momentum, _is_number(self.momentum) and 0.0 <= self.momentum < 1.0, "0.0 to below 1.0"),
             ("nesterov", self.nesterov, isinstance(self.nesterov, bool), "True or False"),
         ):
@@ -52,7 +55,8 @@ class StreamingDiLoCo(DiLoCo):
     have moved a fragment since they gave it is kept on top of what the round brings. Sets ``delay_state_averaging``.
 
     Args:
-        fragments: 2 or more. Each has a round, and an outer step, after as many rounds.
+        fragments: 2 or more, up to as many as there are values. Each has a round, and an outer step, after as many
+            rounds.
 
     Raises:
         ArgumentError: an impossible value.
@@ -62,8 +66,10 @@ class StreamingDiLoCo(DiLoCo):
 
     def __post_init__(self) -> None:
         DiLoCo.__post_init__(self)
-        right = type(self.fragments) is int and self.fragments >= 2
-        _refuse_unless(right, self, "fragments", self.fragments, "a whole number of 2 or more")
+        given: Any = self.fragments
+        right = _is_number(given) and isinstance(given, numbers.Integral) and int(given) >= 2
+        _refuse_unless(right, self, "fragments", given, "a whole number of 2 or more")
+        object.__setattr__(self, "fragments", int(given))
 
 
 def _refuse_unless(right: bool, settings: DiLoCo, name: str, value: object, wanted: str) -> None:
@@ -72,4 +78,4 @@ def _refuse_unless(right: bool, settings: DiLoCo, name: str, value: object, want
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -278,3 +278,26 @@ def test_deepspeeds_own_adam_makes_the_steps_of_torchs(
         last = max(set(there.commits) & set(joiner.commits))
         assert distance(there.parameters(last), joiner.parameters(last)) < 1e-4
         assert not joiner.said("ParametersDiffered")
+
+
+@pytest.mark.parametrize(("rank", "target", "saved"), [(0, 4096, True), (0, 16, False), (1, 4096, False)])
+@pytest.mark.parametrize("name", ["fsdp2", "zero 3"])
+def test_an_error_at_one_rank_is_what_ends_it_whatever_can_be_saved(
+    swarm: Swarm, name: str, rank: int, target: int, saved: bool
+) -> None:
+    """A callback wants a checkpoint, for which all must come. After a step rank 1 is in a collective of the test's."""
+    (peer,) = swarm.start(
+        1,
+        together=False,
+        trainer={**ENDLESS, "enable_checkpointing": True},
+        trainer_code={"callbacks": "[pl.callbacks.OnExceptionCheckpoint(spec.folder)]"},
+        free={"raises_after": [rank, 3]},
+        strategy={"target_batch_size": target},
+        **peer_of(name),
+    )
+    peer.wait_exit(code=1)
+    ends = [one.said("raised")[0] for one in (peer, peer.of_rank(1))]
+    assert ends[rank]["text"] == "induced failure after batch 3"
+    assert ends[1 - rank]["kind"] == "RanksError" or not saved, "it may be in a collective of torch's"
+    assert peer.said("PeerStopped")
+    assert (peer.folder / "on_exception.ckpt").exists() == saved

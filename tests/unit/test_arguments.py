@@ -249,6 +249,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"delay_state_averaging": True, "scheduler_fn": ready_scheduler()}, "a delay re-creates the optimizer"),
     # local updates
     ({"use_local_updates": True, "reuse_grad_buffers": True}, "leave it away, or set use_local_updates=False"),
+    ({"outer": DiLoCo(), "reuse_grad_buffers": True}, "leave it away, or leave outer away"),
     ({"use_local_updates": True, "delay_grad_averaging": True}, "leave it away, or set use_local_updates=False"),
     ({"use_local_updates": True, "delay_optimizer_step": True}, "leave it away, or set use_local_updates=False"),
     ({"use_local_updates": True, "offload_optimizer": True}, "leave it away, or set use_local_updates=False"),

@@ -74,7 +74,15 @@ class InParts(SeveralProcesses):
         if is_own or not self._session_wanted() or self.peer_model is None:
             return self._load_own(path, is_own, *weights_only, **more)
         model = self.peer_model
-        given = model.at_rank_0(lambda: self._plain.load_checkpoint(self, path, *weights_only, **more))
+
+        def read() -> dict[str, Any]:
+            with portable.reading(path):
+                found: dict[str, Any] = self._plain.load_checkpoint(self, path, *weights_only, **more)
+            if "state_dict" not in found:
+                raise ArgumentError(f"ckpt_path={str(path)!r} is no checkpoint of Lightning's: it has no state_dict.")
+            return found
+
+        given = model.at_rank_0(read)
         rest: dict[str, Any] = model.say(None if given is None else {k: v for k, v in given.items() if k not in _LARGE})
         states = model.say(None if given is None else len(given.get("optimizer_states", ())))
         if states != 1:

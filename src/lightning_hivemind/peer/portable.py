@@ -6,6 +6,7 @@ By the pieces, not by what torch or DeepSpeed have for it: what FSDP of version 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ def refuse_directory(path: Any, own: str = "") -> None:
         " portable_checkpoints=True, and save. (lightning-hivemind collate makes a file of its weights only, for"
         " load_from_checkpoint.)"
     )
+
+
+@contextmanager
+def reading(path: Any) -> Iterator[None]:
+    """A file. Raises ArgumentError if it is none, or what it has is damaged."""
+    refuse_directory(path)
+    try:
+        yield
+    except (OSError, EOFError, RuntimeError) as error:
+        raise ArgumentError(f"ckpt_path={str(path)!r} cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def state_dict(model: Sharded) -> dict[str, Any]:

@@ -25,13 +25,15 @@ from lightning_hivemind.peer.words import Failed, Item, Shared, Waiting, Word, d
 POLL_S = 0.5
 #: how long ranks of one machine, or of neighbours, may take to find rank 0's socket
 CONNECT_S = 60.0
-#: after which rank 0 says for whom it waits, again and again
+#: after which a rank says for whom it waits
 TELL_S = 30.0
 #: how long a rank that fails waits for rank 0 to end: launchers kill rank 0 once another one has
 PATIENCE_S = 10.0
 #: of why rank 0 has failed, that the others tell; it tells all
 REASON_CHARS = 200
 _RANK_BYTES = 4
+#: where ranks meet after a failure
+_END = "the end"
 
 T = TypeVar("T", bound=Word)
 
@@ -65,6 +67,9 @@ class Ranks:
         #: how many words rank 0 has said, and how many this rank has heard
         self._said = self._heard = 0
         self._failed = False
+        #: whether this rank comes when all meet at the end; and whether they have
+        self._comes = rank == 0
+        self._met: bool | None = None
         for one in self._links:
             not_inherited(one)
 
@@ -120,15 +125,25 @@ class Ranks:
 
     def hear(self, what: str) -> Word:
         """The others, which are at ``what``: what rank 0 says next. Raises RanksError."""
-        link = self._links[0]
+        link, began, patience_s = self._links[0], time.monotonic(), TELL_S
         word = self._receive(link, 0)
         if word is None:  # perhaps rank 0 waits, too, for something else
             self._send(link, [encode(Waiting(what, self._heard))], 0)
         while word is None:
             word = self._receive(link, 0)
+            if time.monotonic() > began + patience_s:
+                patience_s *= 2
+                log.warning(
+                    "rank %d of this peer waits in %r for rank 0, which has said nothing for %.0f s: it is busy with"
+                    " the swarm, or in the midst of a batch that this rank has left",
+                    self.rank,
+                    what,
+                    time.monotonic() - began,
+                )
         self._heard += 1
         if isinstance(word, Failed):
             self._failed = True
+            self._comes = True
             raise RanksError(f"rank 0 of this peer has ended: {word.reason}")
         return word
 
@@ -159,6 +174,7 @@ class Ranks:
         self._failed = True
         if self.leads:
             gone = [rank for rank, link in self._others() if link.has_ended()]
+            self._comes = not gone
             if gone and not isinstance(error, RanksError):  # perhaps it says only that a connection has broken
                 log.error("%s", _gone(gone[0]))
             with contextlib.suppress(RanksError):
@@ -168,6 +184,17 @@ class Ranks:
             for one in self._links:
                 with contextlib.suppress(OSError):
                     one.say_no_more()
+
+    def meet(self) -> bool:
+        """After a failure: whether all ranks are here, to do something together; who is in a collective is not.
+
+        They are not if it is another rank's than rank 0's.
+        """
+        if self._met is None:
+            self._met = False
+            with contextlib.suppress(RanksError):
+                self._met = self._all_come()
+        return self._met
 
     def close(self) -> None:
         """Safe to call twice. Who has failed leaves rank 0 the time to end as it should."""
@@ -189,14 +216,42 @@ class Ranks:
 
     def _say(self) -> None:
         held, self._held = self._held, []
+        gone = None
         for rank, one in self._others() if held else ():
-            self._send(one, held, rank)
+            try:
+                self._send(one, held, rank)
+            except RanksError as error:  # the others are told all the same
+                gone = gone or error
+        if gone is not None:
+            raise gone
 
     def _send(self, link: Link, words: list[bytes], rank: int) -> None:
         try:
             link.send(words)
         except OSError as error:
             raise _gone(rank) from error
+
+    def _all_come(self) -> bool:
+        if not self._links:
+            return True
+        deadline = time.monotonic() + (PATIENCE_S if self.leads else 2 * PATIENCE_S)
+        if self.leads:
+            here = self._comes and all(self._comes_to(Item, one, rank, deadline) for rank, one in self._others())
+            self.tell(Shared(_END, [here]))
+            return here
+        if not self._comes:
+            return False
+        self._send(self._links[0], [encode(Item(_END, None))], 0)
+        told = self._comes_to(Shared, self._links[0], 0, deadline)
+        return told is not None and told.values == [True]
+
+    def _comes_to(self, kind: type[T], link: Link, rank: int, deadline: float) -> T | None:
+        """What a rank says at the end, whatever it has said before."""
+        while time.monotonic() < deadline:
+            word = self._receive(link, rank)
+            if isinstance(word, kind) and getattr(word, "what", None) == _END:
+                return word
+        return None
 
     def _answer(self, link: Link, rank: int, what: str) -> Word:
         """At rank 0: what a rank says that should say something."""

@@ -36,8 +36,8 @@ class Replicated(SeveralProcesses):
             one.div_(self.world_size)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        portable.refuse_directory(checkpoint_path)
-        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        with portable.reading(checkpoint_path):
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         return loaded
 
     def on_exception(self, exception: BaseException) -> None:

@@ -249,8 +249,9 @@ class Sharded(PeerModel):
     def _refuse_others(self, entries: Sequence[Mapping[str, Any]]) -> None:
         for name, other in (item for entry in entries for item in entry.items() if isinstance(item[1], _Other)):
             raise StateError(
-                f"{type(self.local).__name__} keeps {name!r} of shape {other.shape}, which is not its parameter's:"
-                " of a model in parts that cannot go from peer to peer. Use another optimizer, or DDP."
+                f"{type(self.local).__name__} has {name!r} of shape {other.shape}, which is not its parameter's: the"
+                " checkpoint is of another model; or else this optimizer's state cannot go from peer to peer where a"
+                " model is in parts: use another one, or DDP."
             )
 
     def _gather_state(self) -> None:

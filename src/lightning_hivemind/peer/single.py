@@ -59,8 +59,8 @@ class SingleProcess:
         """They are what the backward pass has left."""
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        portable.refuse_directory(checkpoint_path)
-        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        with portable.reading(checkpoint_path):
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         return loaded
 
     def model_to_device(self) -> None:

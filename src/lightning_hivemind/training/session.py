@@ -108,7 +108,8 @@ class TrainingSession:
         if self._zero_grad is not None:
             self._zero_grad.disable()
         self._progress.attach()
-        self._first = FirstToKnow(self._trainer, self._strategy.package, self.before_validation, self._ranks.fail)
+
+        self._first = FirstToKnow(self._trainer, self._strategy, self.before_validation, self._ranks)
         if self._trainer.global_step > 0:  # another fit of the same Trainer goes on counting
             self.restore(self.engine.optimizer.state_dict(), self._trainer.global_step, {})
 
@@ -228,7 +229,7 @@ class TrainingSession:
 
     def request_stop(self, reason: str) -> None:
         if not self._ranks.leads:
-            self._wish = reason  # which rank 0 hears with the next batch
+            self._wish = str(reason) or "requested"  # which rank 0 hears with the next batch
             return
         log.info("asking the whole run to stop: %s", reason)
         self.engine.request_stop(reason)

@@ -1,7 +1,8 @@
-"""Each value is in one fragment, or in two where one would be shorter than the others."""
+"""Each value is in one fragment, or in two where they would be of unlike length."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,10 +10,10 @@ from lightning_hivemind.engine.native.fragments import Fragments
 from lightning_hivemind.engine.native.outer import OuterStep
 from lightning_hivemind.engine.native.statistics import Statistics
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.outer import StreamingDiLoCo
+from lightning_hivemind.outer import DiLoCo, StreamingDiLoCo
 
 
-@pytest.mark.parametrize("sizes", [[5, 0, 7, 1], [3], [1, 1], [100, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[5, 0, 7, 1], [9], [3, 4], [1] * 8, [100, 1], [1000]], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_after_a_turn_each_value_had_a_round(sizes: list[int], count: int) -> None:
     fragments, seen = Fragments(sizes, count), [torch.zeros(size, dtype=torch.int64) for size in sizes]
@@ -23,8 +24,22 @@ def test_after_a_turn_each_value_had_a_round(sizes: list[int], count: int) -> No
         for piece in pieces:
             piece.of(seen[piece.place]).add_(1)
     all_seen = torch.cat(seen)
-    assert all_seen.min() >= 1
+    assert set(all_seen.tolist()) <= {1, 2}
     assert all_seen.sum() - sum(sizes) < count, "they overlap by more than evens them out"
+
+
+@pytest.mark.parametrize(("values", "count"), [(9, 8), (100, 64), (393, 393)])
+def test_no_value_has_more_rounds_than_another_but_for_one(values: int, count: int) -> None:
+    fragments, seen = Fragments([values], count), torch.zeros(values, dtype=torch.int64)
+    for epoch in range(count):
+        for piece in fragments.of(epoch):
+            piece.of(seen).add_(1)
+    assert set(seen.tolist()) <= {1, 2}
+
+
+def test_more_fragments_than_values_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"fragments=14\): this model has 13 values"):
+        Fragments([5, 0, 7, 1], 14)
 
 
 def test_one_is_the_tensors_as_they_are() -> None:
@@ -86,6 +101,16 @@ def test_whoever_takes_a_state_begins_with_what_all_have() -> None:
 def test_impossible_fragments_are_refused(fragments: object) -> None:
     with pytest.raises(ArgumentError, match=r"StreamingDiLoCo\(fragments="):
         StreamingDiLoCo(fragments=fragments)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    outer = StreamingDiLoCo(lr=np.float32(0.5), fragments=np.int64(4))  # type: ignore[arg-type]
+    assert (type(outer.lr), type(outer.fragments), outer.fragments) == (float, int, 4)
+
+
+def test_a_rate_that_is_no_float_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"DiLoCo\(lr=1000"):
+        DiLoCo(lr=10**400)
 
 
 def test_its_outer_step_is_checked_like_the_others() -> None:

@@ -169,6 +169,16 @@ def test_a_directory_of_other_ranks_is_refused_with_the_way_out(
     assert (f"that {writer}" in str(caught.value)) == (writer is not None)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut", None])
+def test_a_checkpoint_that_cannot_be_read_is_named(content: bytes | None, devices: int, tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"half\.ckpt' cannot be read \(\w+Error"):
+        made("auto", devices=devices).load_checkpoint(path, weights_only=True)
+
+
 class Base:
     def setup_environment(self) -> None:
         self.seen = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}

@@ -59,6 +59,12 @@ class Group:
         return self._sent.result(10)
 
 
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is a thread here, and does not end for long after the test: nobody waits for that."""
+    monkeypatch.setattr(module, "PATIENCE_S", 2.0)
+
+
 def together(size: int, act: Callable[[Ranks], Any]) -> list[Any]:
     """What ``act`` returns, or raises, at each rank."""
     group = Group(size)
@@ -97,6 +103,7 @@ def test_the_others_hear_all_that_rank_0_says_in_order() -> None:
     assert together(3, act)[1:] == [said, said]
 
 
+@pytest.mark.usefixtures("briefly")
 @pytest.mark.parametrize("last", ["tell", "share", "fail"])
 def test_a_word_that_is_held_goes_with_what_comes_next(last: str) -> None:
     add, done = Add(1.0, first=True), Done("step", 6, True, 2, 8, 16, None)
@@ -146,6 +153,7 @@ def test_ranks_that_are_not_at_the_same_place_are_all_told() -> None:
     assert "rank 0 at 'batch', another one at 'swarm_mean loss'" in str(found[0])
 
 
+@pytest.mark.usefixtures("briefly")
 def test_who_waits_for_a_word_that_rank_0_will_not_say_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 validates already, rank 0 waits for its part of the next batch."""
     monkeypatch.setattr(module, "POLL_S", 0.05)
@@ -193,6 +201,7 @@ def test_a_rank_that_has_gone_is_told_to_the_others_at_once(who: int) -> None:
     assert f"rank {who} of this peer has ended" in str(found[1 - who])
 
 
+@pytest.mark.usefixtures("briefly")
 def test_what_rank_0_raises_the_others_raise_with_its_reason() -> None:
     def act(ranks: Ranks) -> Any:
         if not ranks.leads:
@@ -250,6 +259,7 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         Ranks.connect(Group(3).of(0))
 
 
+@pytest.mark.usefixtures("briefly")
 def test_rank_0_says_which_rank_has_gone_and_the_others_hear_a_reason_of_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,3 +279,63 @@ def test_rank_0_says_which_rank_has_gone_and_the_others_hear_a_reason_of_one_lin
     assert "rank 2 of this peer has ended" in caplog.text
     assert heard.startswith("rank 0 of this peer has ended: RuntimeError: Connection closed by peer. xx")
     assert len(heard) < 300
+
+
+def test_who_waits_for_long_says_for_what(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is in a collective, to which this rank will not come."""
+    monkeypatch.setattr(module, "POLL_S", 0.02)
+    monkeypatch.setattr(module, "TELL_S", 0.1)
+    monkeypatch.setattr(module.log, "propagate", True)
+
+    def act(ranks: Ranks) -> Any:
+        if ranks.leads:
+            time.sleep(0.5)
+            ranks.tell(Step(1, None))
+        else:
+            ranks.hear("before_validation")
+
+    together(2, act)
+    said = [text for text in caplog.messages if "rank 1 of this peer waits in 'before_validation' for rank 0" in text]
+    assert 2 <= len(said) <= 3, "after 0.1, 0.2 and 0.4 s"
+
+
+@pytest.mark.usefixtures("briefly")
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_all_meet_at_the_end_if_it_is_that_of_rank_0(who: int) -> None:
+    """Then a checkpoint of all their parts can be saved."""
+
+    def act(ranks: Ranks) -> Any:
+        if ranks.rank == who:
+            ranks.fail(ValueError("bad"))
+        else:
+            with pytest.raises(RanksError) as caught:
+                ranks.share("batch", 1)
+            ranks.fail(caught.value)
+        return [ranks.meet(), ranks.meet()]
+
+    assert together(3, act) == [[who == 0] * 2] * 3
+
+
+def test_nobody_waits_for_long_where_one_does_not_come_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in a collective, which ends when the others have gone."""
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.3)
+
+    def act(ranks: Ranks) -> Any:
+        if ranks.rank == 2:
+            time.sleep(1)
+            return None
+        if ranks.leads:
+            ranks.fail(ValueError("bad"))
+        else:
+            with pytest.raises(RanksError):
+                ranks.hear("step")
+        return ranks.meet()
+
+    assert together(3, act) == [False, False, None]
+
+
+def test_alone_one_is_all() -> None:
+    ranks = Ranks()
+    ranks.fail(ValueError("bad"))
+    assert ranks.meet()

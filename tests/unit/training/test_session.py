@@ -14,6 +14,7 @@ pytest.importorskip("hivemind")
 
 from lightning_hivemind import HivemindStrategy
 from lightning_hivemind.engine.base import Engine, StepOutcome
+from lightning_hivemind.peer.ranks import Ranks
 from lightning_hivemind.training.precision import LossScale
 from lightning_hivemind.training.session import TrainingSession
 
@@ -229,3 +230,11 @@ def test_a_session_that_got_no_engine_can_be_closed() -> None:
     session, _, _ = make_session()
     assert session.epoch == 0
     session.close(1.0)
+
+
+@pytest.mark.parametrize(("reason", "told"), [("enough", "enough"), ("", "requested"), (ValueError("x"), "x")])
+def test_whatever_the_reason_of_another_rank_is_rank_0_hears_that_it_wants_to_stop(reason: Any, told: str) -> None:
+    session, _, _ = make_session()
+    session._ranks = Ranks(1, 2)
+    session.request_stop(reason)
+    assert session._wish == told

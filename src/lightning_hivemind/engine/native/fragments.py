@@ -8,6 +8,8 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from lightning_hivemind.errors import ArgumentError
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -29,10 +31,13 @@ class Stretch:
 class Fragments:
     """Tensors laid one after the other, cut into ``count`` fragments of one length.
 
-    The last ones begin earlier than where the one before ends, where else they would be shorter.
+    Where that is no whole number, some begin one value before the one before them ends.
 
     Args:
-        sizes: of the tensors, in values.
+        sizes: of the tensors, in values; in all, at least ``count``.
+
+    Raises:
+        ArgumentError: there are fewer.
 
     Attributes:
         sizes: of what a round has: tensor by tensor, or of a fragment.
@@ -41,13 +46,14 @@ class Fragments:
     def __init__(self, sizes: Sequence[int], count: int = 1) -> None:
         self._spans = list(zip(accumulate([0, *sizes]), sizes, strict=False))
         self._count, total = count, sum(sizes)
-        self._length = -(-total // count)
-        self._last = total - self._length
+        if count > max(total, 1):
+            raise ArgumentError(f"StreamingDiLoCo(fragments={count}): this model has {total} values. Give fewer.")
+        self._length, self._total = -(-total // count), total
         self.sizes = list(sizes) if count == 1 else [self._length]
 
     def of(self, epoch: int) -> list[Stretch]:
         """What the round that leads on from ``epoch`` has."""
-        begin = min(epoch % self._count * self._length, self._last)
+        begin = epoch % self._count * self._total // self._count
         end = begin + self._length
         found = []
         for place, (first, size) in enumerate(self._spans):
