@@ -50,9 +50,10 @@ def gradients_are_finite(found: Iterable[torch.Tensor]) -> bool:
         return True
     # NaN and infinity survive a sum; a sum of finite float32 values overflows only beyond 1e38
     sums = [g.detach().sum(dtype=torch.float32 if g.dtype.itemsize < 4 else None) for g in gradients]
-    device = sums[0].device
-    # each in its own dtype, for they may differ
-    return bool(torch.stack([torch.isfinite(s).to(device) for s in sums]).all())
+    device, dtype = sums[0].device, sums[0].dtype
+    if all(one.device == device and one.dtype == dtype for one in sums):
+        return bool(torch.isfinite(torch.stack(sums)).all())
+    return bool(torch.stack([torch.isfinite(one).to(device) for one in sums]).all())
 
 
 def _leading_dimensions(item: Any) -> Iterator[int]:

@@ -31,6 +31,8 @@ class BufferSum:
         self._transfer = Transfer(device)
         #: in host memory it is what will be given, and taken from there when it is needed
         self._values = torch.empty(self.elements, dtype=torch.float32, device=device) if device.type != "cpu" else None
+        #: of it, one for each parameter, once there was a batch
+        self._views: list[Tensor] = []
         self.samples = self.first = self.epoch = 0
         #: samples of the last sum; this one's first batch is multiplied by ``_unit``, a power of two: with as many
         #: samples as in the last one the sum is the mean then, most often, without another look at all of it
@@ -70,8 +72,9 @@ class BufferSum:
     def _add(self, factor: float, *, first: bool) -> None:
         if self._values is None:
             self._values = self._memory.floats(self._whole)
-        parts = zip(views(self._values, self._parameters), self._parameters, strict=True)
-        for number, (part, parameter) in enumerate(parts):
+        if not self._views:
+            self._views = views(self._values, self._parameters)
+        for number, (part, parameter) in enumerate(zip(self._views, self._parameters, strict=True)):
             gradient = dense(parameter.grad)
             self._reached[number] = gradient is not None or (self._reached[number] and not first)
             add(gradient, factor, part, first=first)
@@ -83,7 +86,7 @@ class BufferSum:
         found, factor = self._values, self.first / self.samples / self._unit
         self._last = self.samples
         if found.device.type == "cpu":
-            self._values = None
+            self._values, self._views = None, []
         else:
             found = self._memory.floats(self._whole)
             self._transfer.fetch([(self._values, found[: self.elements])])
