@@ -1,8 +1,8 @@
 """CPU time that a swarm's strategy adds to a micro-batch while no round is running, for each kind of peer.
 
-    python benchmarks/wrapping.py    # a minute; writes benchmarks/results/wrapping.md
+    python benchmarks/wrapping.py    # four minutes; writes benchmarks/results/wrapping.md
 
-Trainers with the same tiny model live side by side and train in turns of 100 batches, 1000 in all: with the bare local
+Trainers with the same tiny model live side by side and train in turns of 100 batches, 3000 in all: with the bare local
 strategy, which accumulates gradients, or makes a step of each batch, as it does if nothing is said; and with the same
 inside of ``HivemindStrategy``, which accumulates. Found is the CPU time of a rank's whole process, threads in the
 background included. Ranks of bare DDP that accumulate do not average their gradients after a batch, if nothing else is
@@ -25,7 +25,7 @@ from bench_bars import Bar, at_most
 from bench_results import Run, report, write
 from bench_stats import markdown_table, number
 
-TURNS, BATCHES, PATIENCE_S = 11, 100, 120.0
+TURNS, BATCHES, PATIENCE_S = 31, 100, 120.0
 #: of the first turn, in which everything happens for the first time, nothing counts
 WARM = 1
 #: by the name of the local strategy: devices
