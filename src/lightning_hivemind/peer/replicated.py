@@ -43,8 +43,9 @@ class Replicated(SeveralProcesses):
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's advice is for who has given DDP to the Trainer: followed as it is, the swarm would be gone."""
         super().on_exception(exception)  # type: ignore[misc]
+        said = r"\bstrategy=(?='ddp_find|DDPStrategy\()"
         exception.args = tuple(
-            re.sub(r"\bstrategy=", "local_strategy=", one) if isinstance(one, str) else one for one in exception.args
+            re.sub(said, "local_strategy=", one) if isinstance(one, str) else one for one in exception.args
         )
 
     def _register_ddp_hooks(self) -> None:

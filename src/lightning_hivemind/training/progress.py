@@ -8,7 +8,10 @@ steps are then right, also when this peer jumps forward because it took over the
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from lightning_utilities.core import rank_zero
 
 
 class LoopProgress:
@@ -88,6 +91,7 @@ class StopTogether:
             self.release()
         else:
             self._loop.min_steps = max(self._min_steps or 0, epoch + 1)
+            rank_zero.log.addFilter(self._is_of_the_user)
 
     def stop(self) -> None:
         """The swarm agreed: stop now, whatever ``min_steps`` and ``min_epochs`` are here. It makes no further step."""
@@ -96,7 +100,12 @@ class StopTogether:
 
     def release(self) -> None:
         """Give the loops their own limits back."""
+        rank_zero.log.removeFilter(self._is_of_the_user)
         self._loop.min_steps, self._trainer.fit_loop.min_epochs = self._min_steps, self._min_epochs
+
+    def _is_of_the_user(self, record: logging.LogRecord) -> bool:
+        """Not that Lightning trains on for the sake of ``min_steps``, if these are not what the Trainer was given."""
+        return self._loop.min_steps == self._min_steps or "was signaled to stop but" not in record.getMessage()
 
     def _may_stop(self) -> bool:
         """Whether this peer has what it was told to train at least."""

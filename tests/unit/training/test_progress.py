@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning_utilities.core import rank_zero
 
-from lightning_hivemind.training.progress import LoopProgress
+from lightning_hivemind.training.progress import LoopProgress, StopTogether
 
 
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
@@ -35,3 +37,22 @@ def test_without_a_bar_nothing_is_wanted(tmp_path: Path) -> None:
     progress = LoopProgress(trainer)
     progress.attach()
     progress.detach()
+
+
+@pytest.mark.parametrize(("given", "said"), [(None, False), (9, True)])
+def test_limits_that_nobody_gave_are_not_told(
+    given: int | None, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While others are there, Lightning is held by its own ``min_steps`` until the next global step."""
+    trainer = pl.Trainer(min_steps=given, max_steps=20, logger=False, default_root_dir=tmp_path)
+    trainer.should_stop = True
+    stopping = StopTogether(trainer)
+    stopping.hold(4, alone=False)
+    stopping.hold(5, alone=False)
+    with caplog.at_level(logging.INFO):
+        assert not trainer.fit_loop.epoch_loop.done
+        assert any("was signaled to stop but" in text for text in caplog.messages) == said
+        rank_zero.rank_zero_info("something else")
+        assert "something else" in caplog.messages
+    stopping.release()
+    assert not rank_zero.log.filters
