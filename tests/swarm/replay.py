@@ -105,7 +105,7 @@ def replay_outer(
     workers = [Worker(peer) for peer in peers]
     found = {0: flat(workers[0].net)}
     length = -(-len(found[0]) // fragments)
-    begins = [min(number * length, len(found[0]) - length) for number in range(fragments)]
+    begins = [number * len(found[0]) // fragments for number in range(fragments)]
     velocity = np.zeros_like(found[0])
     for step in range(1, rounds + 1):
         part = slice(begins[(step - 1) % fragments], begins[(step - 1) % fragments] + length)

@@ -249,7 +249,7 @@ class Sharded(PeerModel):
     def _refuse_others(self, entries: Sequence[Mapping[str, Any]]) -> None:
         for name, other in (item for entry in entries for item in entry.items() if isinstance(item[1], _Other)):
             raise StateError(
-                f"{type(self.local).__name__} has {name!r} of shape {other.shape}, which is not its parameter's: the"
+                f"{type(self.local).__name__} keeps {name!r} of shape {other.shape}, which is not its parameter's: the"
                 " checkpoint is of another model; or else this optimizer's state cannot go from peer to peer where a"
                 " model is in parts: use another one, or DDP."
             )
