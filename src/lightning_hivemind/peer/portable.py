@@ -56,6 +56,15 @@ def reading(path: Any) -> Iterator[None]:
         raise ArgumentError(f"ckpt_path={str(path)!r} cannot be read ({type(error).__name__}: {error}).") from error
 
 
+class ReadsFiles:
+    """Of a peer whose ranks have all of the model: before Lightning's strategy."""
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with reading(checkpoint_path):
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        return loaded
+
+
 def state_dict(model: Sharded) -> dict[str, Any]:
     """Of the user's module; a collective, of which rank 0 has the result."""
     whole = model.everything()

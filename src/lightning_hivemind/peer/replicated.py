@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hivemind.peer import portable
+from lightning_hivemind.peer.portable import ReadsFiles
 from lightning_hivemind.peer.several import SeveralProcesses
 
 
-class Replicated(SeveralProcesses):
+class Replicated(ReadsFiles, SeveralProcesses):
     """Between the swarm's strategy and Lightning's ``DDPStrategy``."""
 
     _ddp_comm_state: Any
@@ -34,11 +34,6 @@ class Replicated(SeveralProcesses):
         for work, one in zip(works, gradients, strict=True):
             work.wait()
             one.div_(self.world_size)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with portable.reading(checkpoint_path):
-            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        return loaded
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's advice is for who has given DDP to the Trainer: followed as it is, the swarm would be gone."""

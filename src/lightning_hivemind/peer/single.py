@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lightning_hivemind.peer import portable
+from lightning_hivemind.peer.portable import ReadsFiles
 
 
-class SingleProcess:
+class SingleProcess(ReadsFiles):
     """Between the strategy and Lightning's ``Strategy``; see :func:`lightning_hivemind.lightning_twins.twin_of`.
 
     If a Trainer gives it several devices, it calls ``spread`` before it takes them: what it then is takes them.
@@ -57,11 +57,6 @@ class SingleProcess:
 
     def finish_gradients(self) -> None:
         """They are what the backward pass has left."""
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with portable.reading(checkpoint_path):
-            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        return loaded
 
     def model_to_device(self) -> None:
         assert self.model is not None
