@@ -19,6 +19,10 @@ from torch.utils.data import DataLoader, Dataset
 
 FEATURES = 8
 DATA_SEED = 1234
+#: With torch's 1e-8 a gradient that is zero but for rounding makes a step of nearly ``lr``, and the order of a sum
+#: decides where to: of 1500 runs of ten steps in one process, two ended more than 1e-5 (up to 5e-5) from the same with
+#: smaller micro-batches. So: 1e-6 at most.
+ADAM_EPS = 1e-5
 
 
 class Numbered(Dataset[dict[str, Tensor]]):
@@ -127,13 +131,13 @@ class Counting(torch.optim.SGD):
 
 def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torch.optim.Optimizer:
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, eps=ADAM_EPS)
     if name == "counting":
         return Counting(parameters, lr=lr)
     if name == "deepspeed adam":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(parameters, lr=lr, weight_decay=0.01)  # type: ignore[no-any-return]
+        return DeepSpeedCPUAdam(parameters, lr=lr, weight_decay=0.01, eps=ADAM_EPS)  # type: ignore[no-any-return]
     if name == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=lr)
     if name == "momentum":
