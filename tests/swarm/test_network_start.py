@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ pytest.importorskip("hivemind")
 
 import hivemind.hivemind_cli
 from hivemind.p2p import p2p_daemon
+from hivemind.utils.mpfuture import MPFuture
 
 from lightning_hivemind.errors import DaemonError, JoinError
 from lightning_hivemind.events import Event, EventBus, PeerStarted, Waiting
@@ -277,6 +279,25 @@ def test_a_dht_process_that_is_killed_while_starting_is_noticed(
     use_daemon(monkeypatch, wrapper(tmp_path, "os.kill(os.getppid(), 9)\ntime.sleep(600)"))
     with pytest.raises(DaemonError, match=r"exit code -9"):
         bench.network().start()
+
+
+@pytest.mark.parametrize("lock", ["_initialization_lock", "_update_lock"])
+def test_what_a_killed_process_held_does_not_keep_the_next_network_from_starting(bench: Bench, lock: str) -> None:
+    """As the process of an earlier network that was killed in the middle of a word to this one."""
+    forked = multiprocessing.get_context("fork")
+    holder = forked.Process(target=_hold_and_die, args=(getattr(MPFuture, lock),))
+    holder.start()
+    holder.join()
+    assert holder.exitcode == -signal.SIGKILL
+    assert not getattr(MPFuture, lock).acquire(timeout=0.1), "it gave the lock back"
+    network = bench.network()
+    network.start()
+    assert network.visible_addresses(), "its process answers"
+
+
+def _hold_and_die(lock: Any) -> None:
+    lock.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_missing_daemon_binary_is_said(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from lightning_hivemind.network.forking import kept_from_children
 from lightning_hivemind.network.identity import LEAVE_S, IdentityLock, check_identity, without_self
 from lightning_hivemind.network.inherited import not_inherited
 from lightning_hivemind.network.lifetime import die_with_parent, settle_child
+from lightning_hivemind.network.locks import free_locks
 from lightning_hivemind.network.neighbours import keep_neighbours
 from lightning_hivemind.network.ports import await_free
 from lightning_hivemind.network.settings import LISTEN_EVERYWHERE, NetworkSettings
@@ -228,6 +229,7 @@ class PeerNetwork:
     def _join(self, sockets: SocketDirectory, peers: tuple[str, ...], began: float, without: list[Tensor]) -> None:
         """Start the DHT; where no peer answered, start it again after a pause."""
         for pause_s in (*_JOIN_PAUSES_S, None):
+            free_locks()
             self._dht = PeerDHT(sockets, **_dht_options(self.settings, peers))
             try:
                 with kept_from_children(without):
