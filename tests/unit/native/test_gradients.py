@@ -660,22 +660,22 @@ def test_a_gradient_that_cannot_be_is_not_carried(gradients: Gradients, epoch: i
     assert gradients.carry(Parcel(torch.ones(gradients.elements), 4, 1, 2)), "this peer will hear of that step soon"
 
 
-def test_who_makes_steps_of_its_own_is_far_ahead_with_as_much_as_it_gave_to_the_round_and_its_share() -> None:
+def test_who_makes_steps_of_its_own_is_far_ahead_with_its_share_of_the_next_round() -> None:
     weight = torch.zeros(2)
     statistics = Statistics([weight], carries=True)
     step = Summing(local_step=lambda: weight.add_(1.0))
     gradients = Gradients("me", [weight], statistics, max_staleness=1, summing=step)
     for _ in range(3):
         gradients.add(4, 0)
-        assert not gradients.is_far_ahead(0), "no round is under way"
+        assert not gradients.is_far_ahead(1), "no round is under way"
     gradients.give()
     ahead = []
-    for _ in range(5):
+    for _ in range(4):
         gradients.add(4, 0)
-        ahead.append((gradients.is_far_ahead(0), gradients.is_far_ahead(16)))
-    assert ahead == [(False, False), (False, False), (True, False), (True, True), (True, True)]
+        ahead.append((gradients.is_far_ahead(7.5), gradients.is_far_ahead(16)))
+    assert ahead == [(False, False), (True, False), (True, False), (True, True)], "whatever it gave"
     gradients.returned()
-    assert not gradients.is_far_ahead(0)
+    assert not gradients.is_far_ahead(1)
 
 
 def test_who_sums_gradients_is_never_too_far_ahead(gradients: Gradients) -> None:

@@ -24,6 +24,17 @@ def pace(*, batch_s: float, step_s: float, others: int, longest_s: float = LONGE
 # ---------------------------------------------------------------------- in the middle of a batch
 
 
+def test_a_share_is_what_a_peer_gave_of_steps_before_and_at_least_an_equal_one() -> None:
+    assert Pace(TARGET, longest_s=LONGEST_S).share(4) == 25, "it knows of no step"
+    quick, _ = pace(batch_s=1.0, step_s=1.0, others=20)
+    assert quick.share(2) == pytest.approx(80)
+    assert pace(batch_s=1.0, step_s=1.0, others=80)[0].share(2) == 50
+    more, now = pace(batch_s=1.0, step_s=1.0, others=50)
+    for number in range(1, 30):
+        more.step(150, now + number, mine=150, others=1)
+    assert more.share(2) == pytest.approx(50, rel=1e-3), "of the target, however much the steps were of"
+
+
 def test_who_computes_nothing_joins_at_once() -> None:
     assert Pace(TARGET, longest_s=LONGEST_S).join_at(5.0) == 5.0
     one, now = pace(batch_s=1.0, step_s=1.0, others=50)

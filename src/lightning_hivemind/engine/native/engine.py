@@ -206,8 +206,7 @@ class NativeEngine:
         self._stepper.settle(wait=False)
         self._note_parameters()
         assert self._catching_up is not None
-        self._head = self._catching_up.stay(self._head)
-        self._head = self._catching_up.agree(self._head, self._agreement, self._reports)
+        self._head = self._catching_up.agree(self._catching_up.stay(self._head), self._agreement, self._reports)
         committed = self._between_batches(wait=not overlaps(self._a), lost=lost)
         return StepOutcome(epoch=self.epoch, committed=committed)
 
@@ -387,7 +386,8 @@ class NativeEngine:
     @property
     def _waits(self) -> bool:
         """Whether no batch begins while a round of this peer is due: without overlap, or it would get too far ahead."""
-        return not overlaps(self._a) or self._gradients.is_far_ahead(self._a.target_batch_size // self.num_peers)
+        share = self._running().handover.pace.share(self.num_peers)
+        return not overlaps(self._a) or self._gradients.is_far_ahead(share)
 
     @property
     def _limit_s(self) -> float:

@@ -93,11 +93,11 @@ class Gradients:
             cannot = self._sum.busy or (self._sum.elsewhere and self.away)
             return self.samples - (self._sum.samples if cannot else 0)
 
-    def is_far_ahead(self, share: int) -> bool:
-        """With ``local_step``: since it gave to the round under way it has as much as it gave, and as its ``share``."""
+    def is_far_ahead(self, share: float) -> bool:
+        """With ``local_step``: since it gave to the round under way it has its ``share`` of the next."""
         with self._lock:
             given = 0 if self._given is None else self._given.contribution.samples
-            return self._local and given > 0 and self.samples - given >= max(given, share)
+            return self._local and given > 0 and self.samples - given >= share
 
     def weight(self, samples: int) -> float:
         """What to multiply the loss of a batch of ``samples`` by, before its backward pass."""

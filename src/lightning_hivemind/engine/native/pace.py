@@ -100,6 +100,13 @@ class Pace:
 
     # ------------------------------------------------------------------ what follows
 
+    def share(self, peers: int) -> float:
+        """Samples of a step that are this peer's part of the target, if it is as quick as before; at least an equal one
+        among so many ``peers``.
+        """
+        equal, mine, others = self._target / peers, self._mine, self._others
+        return equal if mine is None or not others else max(equal, self._target * mine / (mine + others))
+
     @property
     def starts(self) -> bool:
         """Whether this peer joined others and has not done a batch, the first one, which takes longest."""
