@@ -31,9 +31,10 @@ KINDS = {
     "one device": (1, 12.0, 0.0),
     "DDP": (2, 12.0, 0.0),
     "FSDP2": (2, 22.0, 2.0),
-    "FSDP": (2, 24.0, 4.0),  # which keeps each rank's own gradient beside the averaged one: 4 by the number of ranks
-    "ZeRO-2": (2, 22.0, 2.0),
-    "ZeRO-3": (2, 22.0, 2.0),
+    # these keep each rank's own gradient beside the averaged one: 4 by the number of ranks
+    "FSDP": (2, 24.0, 4.0),
+    "ZeRO-2": (2, 24.0, 4.0),
+    "ZeRO-3": (2, 24.0, 4.0),
 }
 #: of a model in parts besides: a message to, or from, each other rank, and the next one
 MESSAGES_BYTES = 2 * (32 << 20)

@@ -87,12 +87,28 @@ def make_loader(samples: int, batch_size: int, order_seed: int | None) -> Resuma
     return Resumable(Numbered(samples), batch_size=batch_size, sampler=Order(samples, order_seed))
 
 
-def make_net(width: int = 16, norm: bool = False, seed: int = 0, half: bool = False) -> nn.Sequential:
+class Temperature(nn.Module):
+    """Divides by a number that is learned: a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.value
+
+
+#: of a model's options, those of :func:`make_net`
+NET = ("width", "norm", "seed", "temperature")
+
+
+def make_net(width: int = 16, norm: bool = False, seed: int = 0, temperature: bool = False) -> nn.Sequential:
     """The network; equal for equal ``seed``. ``norm`` adds BatchNorm: buffers that no gradient reaches."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers: list[nn.Module] = [nn.Linear(FEATURES, width)]
         layers += [nn.BatchNorm1d(width)] if norm else []
+        layers += [Temperature()] if temperature else []
         return nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
 
 
@@ -132,6 +148,8 @@ class Counting(torch.optim.SGD):
 def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, eps=ADAM_EPS)
+    if name == "adamw, one by one":  # on a GPU torch takes all at once, and then none may be spread and others not
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, eps=ADAM_EPS, foreach=False)
     if name == "counting":
         return Counting(parameters, lr=lr)
     if name == "deepspeed adam":
@@ -156,12 +174,12 @@ def make_scheduler(optimizer: torch.optim.Optimizer, name: str) -> Any:
 def make_model(pl: ModuleType, **options: Any) -> Any:
     """A LightningModule of the given package.
 
-    Options: ``width``, ``norm``, ``seed``, ``dtype``, ``frozen``, ``unreached`` (the network); ``optimizer``, ``lr``,
-    ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``, ``inf_at``, ``raise_at`` (numbers of
-    batches), ``scale_loss``, ``log_gradient_norm``; ``monitor_values`` (what validation logs, by global step);
-    ``own_zero_grad``; ``parts`` (how the network is spread over ranks: ``"fsdp2"``, ``"tensor"``, ``"fsdp2 tensor"``;
-    ``"wrap"``: by FSDP, by hand; or ``"recompute"``: not at all, but activations are checkpointed by DeepSpeed's own
-    function); ``late``: made in ``configure_model``.
+    Options: ``width``, ``norm``, ``seed``, ``temperature``, ``dtype``, ``frozen``, ``unreached`` (the network);
+    ``optimizer``, ``lr``, ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``,
+    ``inf_at``, ``raise_at`` (numbers of batches), ``scale_loss``, ``log_gradient_norm``; ``monitor_values`` (what
+    validation logs, by global step); ``own_zero_grad``; ``parts`` (how the network is spread over ranks:
+    ``"fsdp2"``, ``"tensor"``, ``"fsdp2 tensor"``; ``"wrap"``: by FSDP, by hand; or ``"recompute"``: not at all, but
+    activations are checkpointed by DeepSpeed's own function); ``late``: made in ``configure_model``.
     """
 
     class Regression(pl.LightningModule):  # type: ignore[misc,name-defined]
@@ -179,8 +197,7 @@ def make_model(pl: ModuleType, **options: Any) -> Any:
             self.before_batch: Any = lambda batch: None
 
         def make(self) -> None:
-            keys = ("width", "norm", "seed")
-            self.net = make_net(**{k: options[k] for k in keys if k in options})
+            self.net = make_net(**{key: options[key] for key in NET if key in options})
             if "dtype" in options:
                 self.net.to(getattr(torch, options["dtype"]))
             self.net[0].requires_grad_(not options.get("frozen", False))

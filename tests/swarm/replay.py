@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from swarm.harness import Peer
-from swarm.models import Numbered, make_net, make_optimizer, make_scheduler
+from swarm.models import NET, Numbered, make_net, make_optimizer, make_scheduler
 
 Clip = Callable[[list[torch.Tensor]], object]
 
@@ -25,7 +25,7 @@ def replay(
     run of one batch a step. Fails if a peer has no record of a step.
     """
     options: dict[str, Any] = peers[0].spec.model
-    net = make_net(**{key: options[key] for key in ("width", "norm", "seed") if key in options})
+    net = make_net(**{key: options[key] for key in NET if key in options})
     optimizer = make_optimizer(net.parameters(), options.get("optimizer", "sgd"), options.get("lr", 0.05))
     scheduler = make_scheduler(optimizer, options["scheduler"]) if "scheduler" in options else None
     data = Numbered(peers[0].spec.data_samples)
@@ -59,7 +59,7 @@ class Worker:
 
     def __init__(self, peer: Peer) -> None:
         self.peer, options = peer, peer.spec.model
-        self.net = make_net(**{key: options[key] for key in ("width", "norm", "seed") if key in options})
+        self.net = make_net(**{key: options[key] for key in NET if key in options})
         self._optimizer = make_optimizer(
             self.net.parameters(), options.get("optimizer", "sgd"), options.get("lr", 0.05)
         )
@@ -136,7 +136,7 @@ def next_step(peers: Sequence[Peer], epoch: int) -> np.ndarray:
     """Where one plain SGD step on these peers' samples of ``epoch`` leads, from what the first recorded before it."""
     spec = peers[0].spec
     assert spec.model.get("optimizer", "sgd") == "sgd", "a step with a memory needs the whole replay"
-    net = make_net(**{key: spec.model[key] for key in ("width", "norm", "seed") if key in spec.model})
+    net = make_net(**{key: spec.model[key] for key in NET if key in spec.model})
     before = torch.from_numpy(peers[0].parameters(epoch - 1)).float()
     torch.nn.utils.vector_to_parameters(before, net.parameters())
     batch = Numbered(spec.data_samples).rows([index for peer in peers for index in peer.commits[epoch].indices])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_hivemind.advice.machine import USUAL_SHARE, Machine
@@ -75,7 +75,7 @@ def advise(here: Situation) -> Advice:
     # all devices, if the model can be on all of them without being in parts
     simple = [one for one in fitting if one.name == "auto"]
     way = max(simple, key=lambda one: one.devices) if simple else next(iter(fitting), None)
-    how = _collaboration(here, way.devices if way is not None else machine.devices, offloads=_offloads(way))
+    how = _collaboration(here, way.devices if way is not None else machine.devices, late_bytes=_late_bytes(here, way))
     if how["inner_steps"] and way is not None and "offload_optimizer" in way.name:  # inner steps are made on the device
         way = next((one for one in fitting if "offload_optimizer" not in one.name), None)
         if way is not None:  # perhaps of other devices
@@ -87,7 +87,8 @@ def advise(here: Situation) -> Advice:
         )
     else:
         name, _, more = way.name.partition(" with ")
-        arguments += [f'local_strategy="{name}"'] * (name != "auto") + [more] * bool(more)
+        written = way.written or f'"{name}"'
+        arguments += [f"local_strategy={written}"] * (name != "auto") + [more] * bool(more)
         reasons.append(f"{way.says}: the simplest that fits.")
         if way.devices > 1:
             reasons.append(f"It is one peer of all devices of this machine: Trainer(devices={way.devices}).")
@@ -101,12 +102,16 @@ def advise(here: Situation) -> Advice:
     return Advice(ways=found, way=way, arguments=arguments, reasons=reasons, **how)
 
 
-def _offloads(way: Way | None) -> bool:
-    """Whether DeepSpeed steps, which no delay can."""
-    return way is not None and way.name.startswith("deepspeed")
+def _late_bytes(here: Situation, way: Way | None) -> float | None:
+    """Of host memory, with steps that are late, which are made there; None: it is too much, or DeepSpeed steps."""
+    if way is None or way.name.startswith("deepspeed"):
+        return None
+    more = 0.0 if "offload_optimizer" in way.name else (4 + here.model.state_bytes) * here.model.trained
+    late, machine = replace(way, host_bytes=way.host_bytes + more), here.machine
+    return late.host_bytes if late.fits(machine.memory, machine.host_memory, is_cpu=machine.is_cpu) else None
 
 
-def _collaboration(here: Situation, devices: int, *, offloads: bool) -> dict[str, Any]:
+def _collaboration(here: Situation, devices: int, *, late_bytes: float | None) -> dict[str, Any]:
     """Gradients in the best codec for which the line is quick enough; else overlapped; else DiLoCo."""
     computing_s = here.computing_s(devices)
     limit_s = QUICK_S if computing_s is None else max(WAITED * computing_s, 0.1)
@@ -117,11 +122,13 @@ def _collaboration(here: Situation, devices: int, *, offloads: bool) -> dict[str
                 f"Gradients are averaged, as in one large batch: a round sends for {_s(sending_s)}{known}."
             ])  # fmt: skip
     sending_s = here.sending_s("int8")
-    if computing_s is not None and sending_s <= computing_s and not offloads:
+    if computing_s is not None and sending_s <= computing_s and late_bytes is not None:
         delays = ["delay_state_averaging=True", "delay_grad_averaging=True", "delay_optimizer_step=True"]
         return _way_of(here, "int8", computing_s, [_WRITTEN["int8"], *delays], [
             "Gradients are averaged while the next ones are computed, one step late: a round sends for"
-            f" {_s(sending_s)}{known}."
+            f" {_s(sending_s)}{known}.",
+            f"Such steps are made in host memory, which takes {late_bytes / 1e9:.2f} GB there. A scheduler goes into"
+            " scheduler_fn=, not into configure_optimizers.",
         ])  # fmt: skip
     return _outer(here, computing_s, devices)
 

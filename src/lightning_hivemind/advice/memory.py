@@ -26,7 +26,8 @@ class Way:
     """To hold a model.
 
     Attributes:
-        name: as ``local_strategy`` says it.
+        name: what is between quotation marks in ``local_strategy``, and more arguments.
+        written: what to write for ``local_strategy``, if not the name.
         devices: how many it is spread over.
         device_bytes, host_bytes: of each device; of the host of rank 0.
         says: what is special about it.
@@ -37,6 +38,7 @@ class Way:
     device_bytes: float
     host_bytes: float
     says: str
+    written: str = ""
 
     def fits(self, memory: float, host_memory: float, *, is_cpu: bool) -> bool:
         """On such devices; on a CPU all ranks have one memory."""
@@ -50,8 +52,9 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
     gradient, state, sums = _GRADIENT * model.trained, model.state_bytes * model.trained, _SUM * model.trained
     activations = (model.activation_bytes or 0.0) * batch_samples
     averaging = _AVERAGING * model.trained
-    # whole on the device while it computes: the largest layer, and its gradient
-    layer = 2 * 4 * model.largest
+    # whole on the device while it computes, and its gradient: the largest layer; with FSDP, what it gathers at once
+    each = 2 * model.bytes / max(1, model.parameters)
+    layer, unit = each * model.largest, each * model.at_once
     in_parts = averaging + _WHOLE * model.trained
     whole = model.bytes + gradient + sums + state + activations
     found = [
@@ -76,16 +79,20 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
             Way(
                 name="deepspeed_stage_2",
                 devices=devices,
-                device_bytes=model.bytes + (gradient + state + 4 * model.trained + sums) / devices + activations,
+                device_bytes=model.bytes
+                + (gradient + state + 4 * model.trained + sums + gradient) / devices
+                + activations,
                 host_bytes=in_parts,
                 says="each device has all parameters, and a part of gradients and state",
             ),
             Way(
                 name="fsdp",
                 devices=devices,
-                device_bytes=(model.bytes + gradient + state + sums) / devices + layer + activations,
+                device_bytes=(model.bytes + gradient + state + sums + gradient) / devices + unit + activations,
                 host_bytes=in_parts,
-                says="each device has a part of everything (FSDP; FSDP2 and ZeRO-3 alike)",
+                says="each device has a part of everything"
+                + (f", and one {model.block} whole at a time" if model.block else ", and all of it while it computes"),
+                written=f"FSDPStrategy(auto_wrap_policy={{{model.block}}})" if model.block else "",
             ),
         ]  # fmt: skip
     found.append(
@@ -93,7 +100,7 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
             name="deepspeed_stage_3_offload",
             devices=devices,
             device_bytes=layer + activations,
-            host_bytes=in_parts + model.bytes + gradient + state + sums,
+            host_bytes=in_parts + model.bytes + gradient + state + sums + gradient,
             says="parameters, gradients and state in host memory; slower",
         )
     )

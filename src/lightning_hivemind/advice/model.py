@@ -17,6 +17,8 @@ from lightning_hivemind.errors import ArgumentError
 
 #: of a backward pass, to a forward pass
 _BACKWARD = 2.0
+#: of which a model is not made
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 #: Adam's, where an optimizer could not be asked
 _USUAL_STATE = 8.0
 
@@ -28,7 +30,9 @@ class ModelFacts:
     Attributes:
         parameters, trained: all of them; those that are trained.
         bytes: of all parameters and buffers, as they are.
-        largest: trained values of the largest layer, which is whole on a device while it computes.
+        largest: values of the largest layer, which is whole on a device while it computes.
+        block: the class of which a model of many alike blocks is made; "": it is made of none.
+        at_once: values that FSDP has on a device at once: of a block, and of all that is in none.
         optimizer: its class, or "" if it could not be made.
         state_bytes: that the optimizer keeps for each trained value.
         activation_bytes: of one sample, that a backward pass needs; None: unknown.
@@ -40,6 +44,8 @@ class ModelFacts:
     trained: int
     bytes: int
     largest: int
+    block: str = ""
+    at_once: int
     optimizer: str = ""
     state_bytes: float = _USUAL_STATE
     activation_bytes: float | None = None
@@ -89,7 +95,8 @@ def look_at(make: Callable[..., Any], arguments: dict[str, Any] | None = None) -
     _configured(model, unknown)
     parameters = list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    layers = [sum(p.numel() for p in part.parameters(recurse=False) if p.requires_grad) for part in model.modules()]
+    layers = [sum(p.numel() for p in part.parameters(recurse=False)) for part in model.modules()]
+    block, at_once = _blocks(model)
     optimizer, state_bytes = _optimizer(model, unknown)
     activations, flops = _sample(model, unknown)
     return ModelFacts(
@@ -97,12 +104,37 @@ def look_at(make: Callable[..., Any], arguments: dict[str, Any] | None = None) -
         trained=trained,
         bytes=sum(one.numel() * one.element_size() for one in [*parameters, *model.buffers()]),
         largest=max(layers, default=0),
+        block=block,
+        at_once=at_once,
         optimizer=optimizer,
         state_bytes=state_bytes,
         activation_bytes=activations,
         flops=flops,
         unknown=tuple(unknown),
     )
+
+
+def _blocks(model: torch.nn.Module) -> tuple[str, int]:
+    """Of the classes whose instances have most of the model: that of the largest ones; and see ``at_once``."""
+    everything = _values(model)
+    found: dict[type, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        if module is not model and type(module) not in _CONTAINERS:
+            found.setdefault(type(module), []).append(module)
+    best, at_once = "", everything
+    largest = 0
+    for kind, modules in found.items():
+        inner = {id(part) for one in modules for part in one.modules() if part is not one}
+        outermost = [one for one in modules if id(one) not in inner]
+        inside, size = _values(*outermost), max(_values(one) for one in outermost)
+        if len(outermost) > 1 and 2 * inside >= everything and size > largest:
+            best, at_once, largest = kind.__name__, everything - inside + size, size
+    return best, at_once
+
+
+def _values(*modules: torch.nn.Module) -> int:
+    """Each counted once."""
+    return sum({id(p): p.numel() for one in modules for p in one.parameters()}.values())
 
 
 def _configured(model: Any, unknown: list[str]) -> None:

@@ -26,11 +26,17 @@ _LOCKS: tuple[tuple[Any, str], ...] = (
 
 
 def free_locks() -> None:
-    """Put new locks in the place of those that nobody gives back; for processes that are forked from now on."""
+    """Put new locks in the place of those that nobody gives back; for processes that are forked from now on.
+
+    Half a word may lie in the pipe, too: where nobody else uses it there is a new one.
+    """
     for owner, name in _LOCKS:
         lock = getattr(owner, name)
         if lock.acquire(timeout=_HELD_S):
             lock.release()
-        else:
-            log.debug("%s.%s was held by a process that is gone", owner.__name__, name)
-            setattr(owner, name, multiprocessing.Lock())
+            continue
+        log.debug("%s.%s was held by a process that is gone", owner.__name__, name)
+        if not multiprocessing.active_children():
+            MPFuture.reset_backend()
+            return
+        setattr(owner, name, multiprocessing.Lock())

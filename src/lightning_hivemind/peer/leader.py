@@ -57,6 +57,7 @@ class LeadingEngine:
         self._ranks, self._model, self._hooked = ranks, model, hooked
         self._training, self._sums_first = training, sums_first
         self._changed = Changed(0)
+        elsewhere = "a norm of elsewhere" if hooked and model.clips_elsewhere else ""
         wrapped = replace(
             training,
             optimizer=model.optimizer,
@@ -66,7 +67,7 @@ class LeadingEngine:
             refresh=self._refresh if model.in_parts else None,
             sums=None if model.sums is None else _Sums(ranks, model.sums),
             steps_on=model.steps_on,
-            steps_by=model.steps_by,
+            steps_by=" and ".join(one for one in (model.steps_by, elsewhere) if one),
         )
         self._engine = make(wrapped)
         self.optimizer = self._engine.optimizer
@@ -190,7 +191,7 @@ class LeadingEngine:
         elif self._hooked:
             self._ranks.tell(Step(self.epoch, reached, hooks_only=True))
             self._model.host_gradients(reached, parameters)
-            self._training.before_optimizer_step(self._model.local if self._model.in_parts else optimizer)
+            self._training.before_optimizer_step(self._model.local)  # on all ranks with gradients on their devices
             self._model.take_back(reached, parameters)
             return
         self._training.before_optimizer_step(self._local(optimizer))

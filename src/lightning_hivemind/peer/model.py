@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed, RanksSums
-from lightning_hivemind.engine.groups import parameters_of
+from lightning_hivemind.engine.groups import parameters_of, settings_of
+from lightning_hivemind.engine.native.state.settings import like, plain
 from lightning_hivemind.engine.native.statistics import has_mean
 from lightning_hivemind.peer.ranks import Group, Ranks
 
 
 class PeerModel(ABC):
-    """See the module. Every method is a collective of all ranks: rank 0 has what comes from the swarm or goes to it.
+    """See the module. What takes or hands out values is a collective of all ranks: rank 0 has what comes from the swarm
+    or goes to it. The rest each rank does by itself (but see :meth:`batch_gradients`).
 
     Args:
         local: this rank's own optimizer.
@@ -48,12 +51,19 @@ class PeerModel(ABC):
         self._host = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     @property
+    @abstractmethod
+    def clips_elsewhere(self) -> bool:
+        """Whether, with a hook before steps, a norm is computed on another device than the step: in other last bits."""
+
+    @property
     def changes_with_statistics(self) -> bool:
         """Whether there is anything that :attr:`.Changed.STATISTICS` means."""
         return bool(self._averaged)
 
     def batch_gradients(self) -> list[Tensor]:
-        """What this rank has after a backward pass."""
+        """What this rank has after a backward pass. All ranks ask: to lay a gradient out as its parameter is may take
+        all of them.
+        """
         return [p.grad for p in parameters_of(self.local) if p.grad is not None]
 
     # ------------------------------------------------------------------ to rank 0
@@ -98,13 +108,23 @@ class PeerModel(ABC):
     @abstractmethod
     def _spread_state(self) -> None: ...
 
+    def _told_settings(self) -> list[dict[str, Any]]:
+        """Of rank 0's optimizer, without tensors, which would be on its device."""
+        local = self.local
+        return [{name: plain(local, name, value) for name, value in one.items()} for one in settings_of(local)]
+
+    def _take_settings(self, told: Sequence[dict[str, Any]]) -> None:
+        for group, theirs in zip(self.local.param_groups, told, strict=True):
+            group.update({name: like(group.get(name), value) for name, value in theirs.items()})
+
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """What rank 0 has, to all: each has all of it."""
+        """What rank 0 has, to all: each has all of it. As bytes: not every dtype can be sent."""
         under_way = []
         for one in tensors:
             whole = one if one.is_contiguous() else one.contiguous()
             group = self._host if one.device.type == "cpu" else None
-            under_way.append((dist.broadcast(whole, 0, group=group, async_op=True), one, whole))
+            told = whole.detach().view(-1).view(torch.uint8)
+            under_way.append((dist.broadcast(told, 0, group=group, async_op=True), one, whole))
         for work, one, whole in under_way:
             work.wait()
             if whole is not one and not self._ranks.leads:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
-from lightning_hivemind.engine.groups import parameters_of, settings_of
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.peer.model import PeerModel
 
 
@@ -29,6 +29,10 @@ class Replicas(PeerModel):
     @property
     def parameters(self) -> list[Tensor]:
         return parameters_of(self.local)
+
+    @property
+    def clips_elsewhere(self) -> bool:
+        return not self.each_steps and any(p.device.type != "cpu" for p in self.parameters)
 
     def batch_ended(self) -> None:
         """Rank 0's engine looks."""
@@ -49,30 +53,36 @@ class Replicas(PeerModel):
     def host_gradients(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
         for place, (parameter, has) in enumerate(zip(self.parameters, reached, strict=True)):
             gradient = given[place].grad if given is not None else None
-            if given is None:
-                gradient = torch.empty(parameter.shape, dtype=torch.float32, device="cpu") if has else None
-                parameter.grad = None
+            if given is None and has:
+                gradient = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.grad = None
             if gradient is not None:
                 self._broadcast([gradient])
-            if given is None and gradient is not None:
                 parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
+    @torch.no_grad()
     def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
-        """At rank 0 they were called with the given ones."""
+        """(What no hook has changed stays in float32, whatever the model is in.)"""
+        for parameter, one in zip(self.parameters, given or (), strict=False):
+            if one.grad is parameter.grad:
+                parameter.grad = None  # from now on it is the optimizer's alone
+            elif parameter.grad is None or one.grad is None:
+                one.grad = None
+            elif not torch.equal(parameter.grad, one.grad.to(parameter.device, parameter.dtype)):
+                one.grad.copy_(parameter.grad)
 
     def _spread_parameters(self) -> None:
         self._broadcast(p.data for p in self.parameters)
 
     def _spread_state(self) -> None:
         optimizer, leads = self.local, self._ranks.leads
-        state, groups = self._group.broadcast((self._described(), settings_of(optimizer)) if leads else None)
+        state, settings = self._group.broadcast((self._described(), self._told_settings()) if leads else None)
         if not leads:
             for parameter, entry in zip(self.parameters, state, strict=True):
                 optimizer.state.pop(parameter, None)
                 if entry:
                     optimizer.state[parameter] = {name: _made(one, parameter) for name, one in entry.items()}
-            for group, theirs in zip(optimizer.param_groups, groups, strict=True):
-                group.update(theirs)
+            self._take_settings(settings)
         told = (optimizer.state[p][name] for p, entry in zip(self.parameters, state, strict=True) for name in entry)
         self._broadcast(one for one in told if isinstance(one, Tensor))
 

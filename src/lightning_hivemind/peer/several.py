@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -65,8 +66,12 @@ class SeveralProcesses:
 
 
 def _keep(port: int) -> None:
-    """As long as this process lives nobody who asks for any port is given that one; who names it may listen there."""
+    """As long as this process lives nobody who asks for any port is given that one; who names it may listen there.
+
+    If somebody has it already, rank 0 will say so.
+    """
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    kept.bind(("", port))
+    with contextlib.suppress(OSError):
+        kept.bind(("", port))
     _KEPT.append(kept)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed
-from lightning_hivemind.engine.groups import parameters_of, settings_of
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.averaged import refuse_more
 from lightning_hivemind.errors import RanksError, StateError
 from lightning_hivemind.peer.model import PeerModel
@@ -24,6 +24,9 @@ from lightning_hivemind.peer.shards import OfPiece, Shards
 from lightning_hivemind.peer.whole import WholeOptimizer
 
 T = TypeVar("T")
+
+#: what torch's optimizers count with, in one number for a parameter of any shape
+_COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,10 @@ class Sharded(PeerModel):
             self.steps_by = shards.steps_by
         self.refresh(Changed.PARAMETERS)
 
+    @property
+    def clips_elsewhere(self) -> bool:
+        return self.steps_on is not None and self.steps_on.type != "cpu"
+
     def batch_gradients(self) -> list[Tensor]:
         return [one for one in self.shards.gradients() if one is not None]
 
@@ -154,10 +161,9 @@ class Sharded(PeerModel):
         self.shards.written()
 
     def _spread_state(self) -> None:
-        told = self._group.broadcast((self._described(), settings_of(self.local)) if self._ranks.leads else None)
+        told = self._group.broadcast((self._described(), self._told_settings()) if self._ranks.leads else None)
         entries, settings = told
-        for group, theirs in zip(self.local.param_groups, settings, strict=True):
-            group.update(theirs)
+        self._take_settings(settings)
         on_device = [bool(g.get("capturable") or g.get("fused")) for g in self.local.param_groups for _ in g["params"]]
         made = [
             {
@@ -240,7 +246,7 @@ class Sharded(PeerModel):
     def _described(self) -> list[dict[str, Any]]:
         """At rank 0, of the whole optimizer's state."""
         found = [
-            {name: _told(one, whole.shape) for name, one in self.optimizer.state.get(whole, {}).items()}
+            {name: _told(name, one, whole.shape) for name, one in self.optimizer.state.get(whole, {}).items()}
             for whole in self._whole
         ]
         self._refuse_others(found)
@@ -258,14 +264,12 @@ class Sharded(PeerModel):
         """(A rank whose piece of a parameter is empty may have no state of it.)"""
         state, pieces = self.shards.state(), self.shards.pieces
         mine = [
-            {name: _told(one, piece.shape) for name, one in entry.items()}
+            {name: _told(name, one, piece.shape) for name, one in entry.items()}
             for entry, piece in zip(state, pieces, strict=False)
         ]
-        described = [[_plain(one) for one in entry.items()] for entry in mine]
-        everybody: list[list[list[Any]]] = [[] for _ in range(self._ranks.size)]
-        dist.all_gather_object(everybody, described, group=self._host)
-        told: list[list[Any]] = [max((one[n] for one in everybody), key=len) for n in self._all]
-        entries = [dict(map(_read, one)) for one in told]
+        everybody: list[list[dict[str, Any]]] = [[] for _ in range(self._ranks.size)]
+        dist.all_gather_object(everybody, mine, group=self._host)
+        entries = [max((one[n] for one in everybody), key=len) for n in self._all]
         if self._ranks.leads:
             self._refuse_others(entries)
         elif any(isinstance(one, _Other) for entry in entries for one in entry.values()):
@@ -289,33 +293,15 @@ class Sharded(PeerModel):
             self.optimizer.state = defaultdict(dict, made)  # at once: other threads look how large it is
 
 
-def _told(value: Any, shape: Sequence[int]) -> Any:
+def _told(name: str, value: Any, shape: Sequence[int]) -> Any:
+    """``shape``: of what there is of the parameter; it may be a single number, too."""
     if not isinstance(value, Tensor):
         return value
-    if value.numel() == 1 and value.dim() == 0:
+    if value.dim() == 0 and (tuple(shape) != () or name in _COUNTERS):
         return _Single.of(value)
     if tuple(value.shape) == tuple(shape):
         return OfPiece(value.dtype)
     return _Other(tuple(value.shape))
-
-
-def _plain(item: tuple[str, Any]) -> list[Any]:
-    """For JSON."""
-    name, one = item
-    if isinstance(one, OfPiece):
-        return [name, "piece", str(one.dtype).removeprefix("torch.")]
-    if isinstance(one, _Other):
-        return [name, "other", list(one.shape)]
-    return [name, one.dtype, one.value] if isinstance(one, _Single) else [name, "", one]
-
-
-def _read(told: Sequence[Any]) -> tuple[str, Any]:
-    name, kind, value = told
-    if kind == "piece":
-        return name, OfPiece(getattr(torch, value))
-    if kind == "other":
-        return name, _Other(tuple(value))
-    return name, _Single(kind, value) if kind else value
 
 
 def _by_name(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[int], list[torch.dtype]]]:

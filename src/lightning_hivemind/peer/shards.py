@@ -102,6 +102,12 @@ class DistributedTensors(Shards):
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, model: torch.nn.Module) -> None:
         super().__init__(optimizer, module)
+        for name, one in module.named_buffers():
+            if isinstance(one, DTensor) and not all(place.is_replicate() for place in one.placements):
+                raise ArgumentError(
+                    f"the buffer {name} lies in parts over the ranks ({one.placements}), and a swarm averages whole"
+                    " ones. Leave it whole on each rank, or make it a parameter with requires_grad=False."
+                )
         self._sharded = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self.shapes = [p.shape for p in self.parameters]
         self.dtypes = [p.dtype for p in self.parameters]

@@ -93,10 +93,13 @@ class Stage1And2(Stage):
         return Place(mapping.param_group_index, here.start, here.numel, there.start)
 
     def frozen(self, parameter: Tensor) -> tuple[int, Tensor]:
-        return 0, parameter.detach().reshape(-1)
+        if not parameter.is_contiguous():  # channels_last: what is written into a copy would be lost
+            parameter.data = parameter.data.contiguous()
+        return 0, parameter.detach().view(-1)
 
     def gradient(self, parameter: Any, place: Place) -> Tensor | None:
         if self.offloads:
+            self.zero._wait_for_offload_copies()  # DeepSpeed itself waits for them before it steps
             gradient = self.flats[place.flat].grad
             return None if gradient is None else gradient.narrow(0, place.offset, place.numel)
         if self.zero.averaged_gradients.get(place.flat) is None:

@@ -14,6 +14,7 @@ from lightning_hivemind.advice.model import ModelFacts
 GB = 10**9
 #: a billion values with Adam, ten layers
 MODEL: dict[str, Any] = {"parameters": GB, "trained": GB, "bytes": 4 * GB, "largest": GB // 10}
+MODEL |= {"block": "Block", "at_once": GB // 20}
 #: 4 values of 4 bytes each: parameter, gradient, two moments
 WHOLE_GB = 20
 
@@ -62,8 +63,9 @@ def test_memory_is_what_is_kept() -> None:
     assert one.device_bytes == WHOLE_GB * GB + 10**8
     assert offload.device_bytes == 12 * GB + 10**8
     assert ddp.device_bytes == one.device_bytes + 4 * GB
-    assert zero_2.device_bytes == 4 * GB + (4 + 4 + 8 + 4) * GB / 4 + 10**8
-    assert fsdp.device_bytes == WHOLE_GB * GB / 4 + 8 * GB / 10 + 10**8
+    assert zero_2.device_bytes == 4 * GB + (4 + 4 + 8 + 4 + 4) * GB / 4 + 10**8
+    assert fsdp.device_bytes == (WHOLE_GB + 4) * GB / 4 + 8 * GB / 20 + 10**8
+    assert fsdp.written == "FSDPStrategy(auto_wrap_policy={Block})"
     assert last.device_bytes == 8 * GB / 10 + 10**8
     assert one.host_bytes == 12 * GB
     assert fsdp.host_bytes == 20 * GB
@@ -85,6 +87,19 @@ def test_it_is_the_best_averaging_that_the_line_bears(line: float, codec: str, w
     assert found.computing_s == pytest.approx(2.56) or found.inner_steps
     assert found.codec == codec
     assert written in found.arguments or not written
+
+
+def test_without_blocks_fsdp_has_all_of_the_model_at_once() -> None:
+    fsdp = ways(ModelFacts(**{**MODEL, "block": "", "at_once": GB}), 4, 100)[4]
+    assert (fsdp.name, fsdp.written) == ("fsdp", "")
+    assert fsdp.device_bytes == (WHOLE_GB + 4) * GB / 4 + 8 * GB
+
+
+def test_late_steps_take_host_memory_and_are_advised_where_there_is_enough() -> None:
+    found = advise(situation(24, line=10_000, flops=4e11))
+    assert "delay_optimizer_step=True" in found.arguments
+    assert any("takes 24.00 GB there" in reason and "scheduler_fn" in reason for reason in found.reasons)
+    assert "outer=DiLoCo()" in advise(situation(24, line=10_000, flops=4e11, host_gb=26)).arguments
 
 
 def test_diloco_makes_as_many_steps_as_make_sending_a_fifth_and_no_more_than_are_of_use() -> None:
@@ -115,7 +130,7 @@ def test_what_does_not_go_together_is_not_advised() -> None:
 
 def test_inner_steps_are_those_of_the_devices_that_are_advised() -> None:
     """The simplest that fits is one device with offload, which inner steps cannot use: so it is both devices."""
-    found = advise(situation(17, 2, line=100, flops=4e11))
+    found = advise(situation(18, 2, line=100, flops=4e11))
     assert found.way is not None
     assert (found.way.name, found.way.devices) == ("deepspeed_stage_2", 2)
     assert f"target_batch_size={found.inner_steps * 4 * 2 * 8}" in found.arguments

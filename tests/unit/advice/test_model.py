@@ -45,9 +45,36 @@ def test_it_counts_values_and_bytes() -> None:
     assert facts.unknown == ()
 
 
-def test_what_is_frozen_is_not_trained() -> None:
+def test_what_is_frozen_is_not_trained_but_computed_with() -> None:
     facts = look_at(Net, {"frozen": True})
-    assert (facts.parameters, facts.trained) == (FIRST + SECOND, SECOND)
+    assert (facts.parameters, facts.trained, facts.largest) == (FIRST + SECOND, SECOND, FIRST)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 40), nn.Tanh(), nn.Linear(40, 10))
+
+
+class OfBlocks(nn.Module):
+    """A word table, and a head that is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(30, 10), nn.Linear(10, 30, bias=False)
+        self.head.weight = self.words.weight
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+
+def test_a_model_of_blocks_is_gathered_block_by_block() -> None:
+    facts = look_at(OfBlocks)
+    assert facts.block == "Block"
+    assert facts.parameters == 300 + 3 * 850
+    assert facts.at_once == 300 + 850
+    flat = look_at(Net)
+    assert (flat.block, flat.at_once) == ("Linear", FIRST)
+    small = look_at(lambda: nn.Sequential(nn.Linear(4, 4), nn.Embedding(30, 10), nn.Linear(4, 4)))
+    assert (small.block, small.at_once) == ("", small.parameters)
 
 
 @pytest.mark.parametrize(("optimizer", "state_bytes"), [("adamw", 8), ("momentum", 4)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lightning_hivemind.engine.native import agreement
 from lightning_hivemind.engine.native.agreement import REMEMBERED, Agreement, Difference, digest_of_tensors, kind_of
 from lightning_hivemind.engine.native.protocol.lineage import Head
+from swarm.training import training_of
 
 
 def head(epoch: int, lineage: bytes = b"one") -> Head:
@@ -159,5 +161,11 @@ def test_a_digest_tells_the_last_bit(dtype: torch.dtype) -> None:
     assert digest_of_tensors([one]) != digest_of_tensors([other])
 
 
-def test_this_machine_is_of_a_kind() -> None:
-    assert "torch" in kind_of(torch.device("cpu"))
+def test_a_kind_is_whatever_the_last_bits_depend_on() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    plain, fused = (torch.optim.AdamW(parameters, fused=one) for one in (None, True))
+    training = training_of(plain)
+    kinds = [kind_of(training, plain), kind_of(training, fused), kind_of(replace(training, steps_by="other"), plain)]
+    assert len(set(kinds)) == 3
+    assert all("torch" in one for one in kinds)
+    assert kind_of(training, torch.optim.AdamW(parameters)) == kinds[0]

@@ -32,8 +32,8 @@ class Told:
 class Model:
     """Whose values are handed out, gathered and stepped on, in this order."""
 
-    each_steps = changes_with_statistics = True
-    steps_on, steps_by, sums = None, "", None
+    each_steps = changes_with_statistics = clips_elsewhere = True
+    steps_on, steps_by, sums = None, "DeepSpeedCPUAdam", None
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, in_parts: bool) -> None:
         self.optimizer = self.local = optimizer
@@ -70,7 +70,7 @@ class Engine:
         self.do(self.training)
 
 
-def leading(*, in_parts: bool = True) -> tuple[LeadingEngine, Engine, Told, Model]:
+def leading(*, in_parts: bool = True, hooked: bool = False) -> tuple[LeadingEngine, Engine, Told, Model]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     ranks, model, made = Told(), Model(optimizer, in_parts=in_parts), []
 
@@ -79,7 +79,12 @@ def leading(*, in_parts: bool = True) -> tuple[LeadingEngine, Engine, Told, Mode
         return made[0]
 
     like: Any = ranks, model
-    return LeadingEngine(make, training_of(optimizer), *like, sums_first=True, hooked=False), made[0], ranks, model
+    return LeadingEngine(make, training_of(optimizer), *like, sums_first=True, hooked=hooked), made[0], ranks, model
+
+
+def test_a_norm_that_is_computed_elsewhere_is_said_with_what_makes_the_steps() -> None:
+    said = [leading(hooked=hooked)[1].training.steps_by for hooked in (False, True)]
+    assert said == ["DeepSpeedCPUAdam", "DeepSpeedCPUAdam and a norm of elsewhere"]
 
 
 def adopt_and_step(training: PeerTraining) -> None:

@@ -23,10 +23,14 @@ class Trained:
         self.unreached = torch.nn.Linear(2, 2)
         self.mean, self.mask = torch.full((2,), float(rank)), torch.tensor([rank, rank])
         self.parameters = [*self.conv.parameters(), *self.frozen.parameters(), *self.unreached.parameters()]
-        self.optimizer = torch.optim.Adam(self.parameters, lr=0.1 * (1 + rank), fused=fused)
+        self.counter = torch.tensor(rank, dtype=torch.int16)  # which gloo does not send
+        lr = 0.1 * (1 + rank)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=torch.tensor(lr) if fused else lr, fused=fused)
+        self.lr = self.optimizer.param_groups[0]["lr"]
         for _ in range(0 if rank else 2):
             self.step()
-        self.replicas = Replicas(Ranks(rank, 2), group, self.optimizer, [self.mean, self.mask], each_steps=each_steps)
+        tensors = [self.mean, self.mask, self.counter]
+        self.replicas = Replicas(Ranks(rank, 2), group, self.optimizer, tensors, each_steps=each_steps)
 
     def step(self) -> None:
         torch.manual_seed(7)
@@ -41,6 +45,7 @@ class Trained:
             "lr": self.optimizer.param_groups[0]["lr"],
             "mean": self.mean,
             "mask": self.mask,
+            "counter": self.counter,
         }
 
 
@@ -48,6 +53,7 @@ def take_a_state(rank: int, group: Any) -> Any:
     one = Trained(rank, group, fused=True)
     one.replicas.values(Changed.STATE)
     before = one.told()
+    assert type(before["lr"]) is type(one.lr)
     for _ in range(3):
         one.step()
     return before, one.told()
@@ -105,6 +111,29 @@ def take_host_gradients(rank: int, group: Any) -> Any:
         parameter.grad = torch.ones_like(parameter)
     one.replicas.host_gradients([place < 2 for place in range(len(host))], None if rank else host)
     return [p.grad for p in (one.parameters if rank else host)]
+
+
+def change_in_a_hook(rank: int, group: Any) -> Any:
+    """Of a model in bfloat16: the first gradient, and the second one away."""
+    one = Trained(rank, group)
+    host = [p.detach().clone() for p in one.parameters]
+    for parameter in host[:3]:
+        parameter.grad = torch.full_like(parameter, 1 / 3)
+    for parameter in one.parameters:
+        parameter.data = parameter.data.bfloat16()
+    given = None if rank else host
+    one.replicas.host_gradients([place < 3 for place in range(len(host))], given)
+    one.parameters[0].grad.mul_(2.0)
+    one.parameters[1].grad = None
+    one.replicas.take_back([place < 3 for place in range(len(host))], given)
+    return [p.grad for p in host[:3]]
+
+
+def test_at_rank_0_hooks_see_gradients_where_the_others_do_and_what_they_change_is_stepped_on() -> None:
+    changed, gone, same = of_both(change_in_a_hook)[0]
+    assert torch.equal(changed, torch.full_like(changed, 2 * torch.tensor(1 / 3).bfloat16().item()))
+    assert gone is None
+    assert torch.equal(same, torch.full_like(same, 1 / 3)), "in float32"
 
 
 @pytest.mark.parametrize("act", [take_gradients, take_host_gradients])

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_hivemind.errors import RanksError
+from lightning_hivemind.engine.base import Changed
+from lightning_hivemind.errors import ArgumentError, RanksError
 from lightning_hivemind.peer import portable
 from lightning_hivemind.peer.sharded import Sharded
 from lightning_hivemind.peer.shards import DistributedTensors
@@ -56,6 +58,50 @@ def test_the_norm_of_what_ranks_have_in_parts_is_that_of_the_whole() -> None:
     for found in of_both(clipped):
         for one, expected in zip(found, model.parameters(), strict=True):
             torch.testing.assert_close(one, expected.grad)
+
+
+def refused(rank: int, group: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    model = Model()
+    for placement in (Replicate(), Shard(0)):
+        model.register_buffer("table", distribute_tensor(torch.arange(4.0), mesh, [placement]))
+        try:
+            DistributedTensors(torch.optim.SGD(model.parameters(), lr=0.1), model, model)
+        except ArgumentError as error:
+            return placement == Shard(0) and str(error)
+    return "nothing"
+
+
+def test_a_buffer_that_lies_in_parts_is_refused() -> None:
+    assert all("the buffer table lies in parts" in one for one in of_both(refused))
+
+
+def scalar(rank: int, group: Any) -> Any:
+    """Of a model in parts that has a number for a parameter, too: what the optimizer keeps of it, told from rank 0."""
+    model = Model()
+    fully_shard(model.layer, mesh=init_device_mesh("cpu", (2,)))
+    model.temperature = torch.nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+    ranks: Any = Told(rank)
+    shards = DistributedTensors(optimizer, model, model)
+    sharded = Sharded(ranks, group, shards, [], each_steps=True, sums_first=True, hooked=False)
+    (model.layer(torch.ones(5, 3)) / model.temperature).square().mean().backward()
+    optimizer.step()
+    sharded.refresh(Changed.OPTIMIZER)
+    described = (
+        [(name, type(one).__name__) for e in sharded._described() for name, one in e.items()] if not rank else []
+    )
+    sharded.values(Changed.OPTIMIZER)
+    return described, {name: one.tolist() for name, one in optimizer.state[model.temperature].items()}
+
+
+def test_what_an_optimizer_keeps_of_a_single_number_is_a_piece_but_for_its_counters() -> None:
+    (described, mine), (_, theirs) = of_both(scalar)
+    assert {kind for name, kind in described if name.startswith("exp")} == {"OfPiece"}
+    assert {kind for name, kind in described if not name.startswith("exp")} == {"_Single"}
+    assert mine == theirs
+    assert mine["step"] == 1
+    assert mine["exp_avg"] != 0
 
 
 def failing(rank: int, group: Any) -> Any:

@@ -19,6 +19,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from lightning_hivemind.engine.base import PeerTraining
+from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.codecs.base import memory_of
 from lightning_hivemind.engine.native.protocol.lineage import Head, PeerId
 
@@ -149,11 +151,13 @@ def digest_of_tensors(tensors: Iterable[Tensor]) -> bytes:
     return found.digest()[:DIGEST_BYTES]
 
 
-def kind_of(device: torch.device, steps_by: str = "") -> str:
-    """Of peers with the same one, equal steps give equal bits: device, instruction set, torch, threads.
-
-    ``steps_by``: what makes them, if not torch.
+def kind_of(training: PeerTraining, optimizer: torch.optim.Optimizer) -> str:
+    """Of peers with the same one, equal steps give equal bits: device, instruction set, torch, threads, and what else
+    a step depends on.
     """
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    steps_by = ", ".join(one for one in (training.steps_by, "fused" if fused else "") if one)
+    device = training.steps_on or parameters_of(optimizer)[0].device
     if device.type == "cuda":
         here = torch.cuda.get_device_name(device)
     else:

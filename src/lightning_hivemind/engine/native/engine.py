@@ -16,7 +16,6 @@ from typing import Any
 
 from lightning_hivemind.arguments import Arguments
 from lightning_hivemind.engine.base import Changed, PeerTraining, StepOutcome
-from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.engine.native.agreement import EVERY, Agreement, kind_of
 from lightning_hivemind.engine.native.catching_up import REPORT_S, CatchingUp
 from lightning_hivemind.engine.native.codecs.mapping import map_codec
@@ -79,8 +78,8 @@ class NativeEngine:
             low_rank=low_rank,
             memory=self._memory,
         )
-        device, every = training.steps_on or parameters_of(self.optimizer)[0].device, arguments.average_state_every
-        self._agreement = Agreement(network.peer_id, kind_of(device, training.steps_by), every if every > 1 else EVERY)
+        every = arguments.average_state_every
+        self._agreement = Agreement(network.peer_id, kind_of(training, self.optimizer), every if every > 1 else EVERY)
         self._records: SwarmRecords | None = None
         self._parts: Parts | None = None
         self._whereabouts: Whereabouts | None = None
