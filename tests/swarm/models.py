@@ -87,28 +87,16 @@ def make_loader(samples: int, batch_size: int, order_seed: int | None) -> Resuma
     return Resumable(Numbered(samples), batch_size=batch_size, sampler=Order(samples, order_seed))
 
 
-class Temperature(nn.Module):
-    """Divides by a number that is learned: a parameter without a dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / self.value
-
-
 #: of a model's options, those of :func:`make_net`
-NET = ("width", "norm", "seed", "temperature")
+NET = ("width", "norm", "seed")
 
 
-def make_net(width: int = 16, norm: bool = False, seed: int = 0, temperature: bool = False) -> nn.Sequential:
+def make_net(width: int = 16, norm: bool = False, seed: int = 0) -> nn.Sequential:
     """The network; equal for equal ``seed``. ``norm`` adds BatchNorm: buffers that no gradient reaches."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers: list[nn.Module] = [nn.Linear(FEATURES, width)]
         layers += [nn.BatchNorm1d(width)] if norm else []
-        layers += [Temperature()] if temperature else []
         return nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
 
 
@@ -174,7 +162,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, name: str) -> Any:
 def make_model(pl: ModuleType, **options: Any) -> Any:
     """A LightningModule of the given package.
 
-    Options: ``width``, ``norm``, ``seed``, ``temperature``, ``dtype``, ``frozen``, ``unreached`` (the network);
+    Options: ``width``, ``norm``, ``seed``, ``dtype``, ``frozen``, ``unreached`` (the network);
     ``optimizer``, ``lr``, ``scheduler``, ``interval``; ``optimizers`` (how many), ``manual``; ``nan_at``,
     ``inf_at``, ``raise_at`` (numbers of batches), ``scale_loss``, ``log_gradient_norm``; ``monitor_values`` (what
     validation logs, by global step); ``own_zero_grad``; ``parts`` (how the network is spread over ranks:

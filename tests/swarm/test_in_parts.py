@@ -206,7 +206,6 @@ def test_gradients_go_to_rank_0_once_a_round_and_not_at_each_batch(swarm: Swarm,
 def test_who_joins_has_the_whole_state(swarm: Swarm, name: str, joins: bool) -> None:
     """Parameters, moments, buffers, and the place of the scheduler: from a model in parts, or into one."""
     model = {"optimizer": "adamw", "lr": 0.01, "scheduler": "exponential", "norm": True}
-    model["temperature"] = not name.startswith("fsdp")  # torch's refuse a parameter without a dimension
     common: dict[str, Any] = {"trainer": ENDLESS, "together": False, "delay_s": 0.05}
     parts, whole = peer_of(name, model=model), {"model": model}
     (first,) = swarm.start(1, **common, **(whole if joins else parts))
