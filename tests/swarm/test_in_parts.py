@@ -102,10 +102,11 @@ def test_unlike_peers_make_the_outer_steps_of_workers_one_after_another(swarm: S
     settings = {"lr": 0.7, "momentum": 0.6, "nesterov": True}
     if fragments > 1:
         settings["fragments"] = fragments
+    made = unlike(outer=f"{'StreamingDiLoCo' if fragments > 1 else 'DiLoCo'}(**{settings})")
     peers = swarm.start(
         4,
-        peers=unlike(outer=f"{'StreamingDiLoCo' if fragments > 1 else 'DiLoCo'}(**{settings})"),
-        strategy={"target_batch_size": 192},
+        peers=[{**one, "delay_s": 0.05} for one in made],  # so that a round is longer than a batch of the slowest
+        strategy={"target_batch_size": 384},
         model={"optimizer": "adamw", "lr": 0.01},
         trainer={"max_steps": 5 * fragments},
         free={"barrier_batch": 0},
