@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from lightning_hivemind.engine.base import Changed, RanksSums
 from lightning_hivemind.engine.groups import parameters_of, settings_of
-from lightning_hivemind.engine.native.state.settings import like, plain
+from lightning_hivemind.engine.native.state.settings import LOCAL_SETTINGS, like, plain
 from lightning_hivemind.engine.native.statistics import has_mean
+from lightning_hivemind.errors import StateError
 from lightning_hivemind.peer.ranks import Group, Ranks
 
 
@@ -109,9 +111,16 @@ class PeerModel(ABC):
     def _spread_state(self) -> None: ...
 
     def _told_settings(self) -> list[dict[str, Any]]:
-        """Of rank 0's optimizer, without tensors, which would be on its device."""
-        local = self.local
-        return [{name: plain(local, name, value) for name, value in one.items()} for one in settings_of(local)]
+        """Of rank 0's optimizer, without tensors, which would be on its device; and without what each rank has of its
+        own, or cannot be told.
+        """
+        told: list[dict[str, Any]] = []
+        for group in settings_of(self.local):
+            told.append({})
+            for name in group.keys() - LOCAL_SETTINGS:
+                with contextlib.suppress(StateError):
+                    told[-1][name] = plain(self.local, name, group[name])
+        return told
 
     def _take_settings(self, told: Sequence[dict[str, Any]]) -> None:
         for group, theirs in zip(self.local.param_groups, told, strict=True):
@@ -123,7 +132,8 @@ class PeerModel(ABC):
         for one in tensors:
             whole = one if one.is_contiguous() else one.contiguous()
             group = self._host if one.device.type == "cpu" else None
-            told = whole.detach().view(-1).view(torch.uint8)
+            flat = whole.detach().view(-1)
+            told = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # of one value the stride may be any
             under_way.append((dist.broadcast(told, 0, group=group, async_op=True), one, whole))
         for work, one, whole in under_way:
             work.wait()

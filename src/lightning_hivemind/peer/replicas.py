@@ -54,22 +54,20 @@ class Replicas(PeerModel):
         for place, (parameter, has) in enumerate(zip(self.parameters, reached, strict=True)):
             gradient = given[place].grad if given is not None else None
             if given is None and has:
-                gradient = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             parameter.grad = None
             if gradient is not None:
                 self._broadcast([gradient])
-                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+                parameter.grad = gradient.to(parameter.device)
 
     @torch.no_grad()
     def take_back(self, reached: Sequence[bool], given: Sequence[Tensor] | None = None) -> None:
-        """(What no hook has changed stays in float32, whatever the model is in.)"""
         for parameter, one in zip(self.parameters, given or (), strict=False):
-            if one.grad is parameter.grad:
-                parameter.grad = None  # from now on it is the optimizer's alone
-            elif parameter.grad is None or one.grad is None:
-                one.grad = None
-            elif not torch.equal(parameter.grad, one.grad.to(parameter.device, parameter.dtype)):
+            if parameter.grad is None or one.grad is None:
+                one.grad = None if parameter.grad is None else parameter.grad.to(one.device)
+            else:
                 one.grad.copy_(parameter.grad)
+            parameter.grad = None  # on a CPU it is the same tensor: from now on the optimizer's alone
 
     def _spread_parameters(self) -> None:
         self._broadcast(p.data for p in self.parameters)

@@ -33,6 +33,9 @@ def test_a_share_is_what_a_peer_gave_of_steps_before_and_at_least_an_equal_one()
     for number in range(1, 30):
         more.step(150, now + number, mine=150, others=1)
     assert more.share(2) == pytest.approx(50, rel=1e-3), "of the target, however much the steps were of"
+    helped = Pace(TARGET, longest_s=LONGEST_S)
+    helped.step(0, now, mine=TARGET, others=0)
+    assert helped.share(4) == TARGET, "peers that only help give nothing"
 
 
 def test_who_computes_nothing_joins_at_once() -> None:

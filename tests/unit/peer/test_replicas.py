@@ -116,24 +116,29 @@ def take_host_gradients(rank: int, group: Any) -> Any:
 def change_in_a_hook(rank: int, group: Any) -> Any:
     """Of a model in bfloat16: the first gradient, and the second one away."""
     one = Trained(rank, group)
+    for parameter in one.parameters:
+        parameter.data = parameter.data.bfloat16()
     host = [p.detach().clone() for p in one.parameters]
     for parameter in host[:3]:
         parameter.grad = torch.full_like(parameter, 1 / 3)
-    for parameter in one.parameters:
-        parameter.data = parameter.data.bfloat16()
     given = None if rank else host
     one.replicas.host_gradients([place < 3 for place in range(len(host))], given)
+    seen = [None if p.grad is None else p.grad.clone() for p in one.parameters]
     one.parameters[0].grad.mul_(2.0)
     one.parameters[1].grad = None
+    one.parameters[3].grad = torch.ones_like(one.parameters[3])
     one.replicas.take_back([place < 3 for place in range(len(host))], given)
-    return [p.grad for p in host[:3]]
+    return seen, [p.grad for p in host[:4]]
 
 
 def test_at_rank_0_hooks_see_gradients_where_the_others_do_and_what_they_change_is_stepped_on() -> None:
-    changed, gone, same = of_both(change_in_a_hook)[0]
-    assert torch.equal(changed, torch.full_like(changed, 2 * torch.tensor(1 / 3).bfloat16().item()))
+    (mine, (changed, gone, same, added)), (theirs, _) = of_both(change_in_a_hook)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    third = torch.tensor(1 / 3).bfloat16().item()
+    assert torch.equal(changed, torch.full_like(changed, 2 * third))
     assert gone is None
-    assert torch.equal(same, torch.full_like(same, 1 / 3)), "in float32"
+    assert torch.equal(same, torch.full_like(same, third))
+    assert torch.equal(added, torch.ones_like(added))
 
 
 @pytest.mark.parametrize("act", [take_gradients, take_host_gradients])

@@ -60,6 +60,8 @@ class Pace:
         #: from one step to the next
         self._step_s: float | None = None
         self._first_call: float | None = None
+        #: peers with samples in the last step
+        self._givers = 0
         self._joined = False
 
     # ------------------------------------------------------------------ what happens
@@ -96,15 +98,15 @@ class Pace:
             self._step_s = _mean(self._step_s, now - self._last_step)
         if others:
             self._mine, self._each = _mean(self._mine, mine), _mean(self._each, others_samples / others)
-        self._last_step, self._first_call = now, None
+        self._last_step, self._first_call, self._givers = now, None, others + bool(mine)
 
     # ------------------------------------------------------------------ what follows
 
     def share(self, peers: int) -> float:
         """Samples of a step that are this peer's part of the target, if it is as quick as before; at least an equal one
-        among so many ``peers``.
+        among those who gave to the last step, or among so many ``peers``.
         """
-        equal, mine, others = self._target / peers, self._mine, self._others
+        equal, mine, others = self._target / (self._givers or peers), self._mine, self._others
         return equal if mine is None or not others else max(equal, self._target * mine / (mine + others))
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,8 @@ def plain(optimizer: torch.optim.Optimizer, name: str, value: Any) -> Any:
     """What is told of a setting. Raises StateError if that cannot be."""
     if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate may be one
         return float(value)
+    if isinstance(value, np.generic):  # of a scheduler that computes with them
+        return value.item()
     if isinstance(value, (list, tuple)):
         return [plain(optimizer, name, one) for one in value]
     if value is None or isinstance(value, (bool, int, float, str)):
