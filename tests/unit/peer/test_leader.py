@@ -87,6 +87,27 @@ def test_a_norm_that_is_computed_elsewhere_is_said_with_what_makes_the_steps() -
     assert said == ["DeepSpeedCPUAdam", "DeepSpeedCPUAdam and a norm of elsewhere"]
 
 
+def test_where_rank_0_alone_steps_hooks_see_its_settings_and_each_rank_its_own_gradients() -> None:
+    local, host = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr) for lr in (0.1, 0.01))
+    model, seen, made = Model(local, in_parts=False), [], []
+    model.each_steps = False
+    model.host_gradients = model.take_back = lambda *given: None  # type: ignore[attr-defined]
+
+    def make(training: PeerTraining) -> Any:
+        made.append(Engine(training))
+        return made[0]
+
+    like: Any = Told(), model
+    training = training_of(local, before_optimizer_step=seen.append)
+    LeadingEngine(make, training, *like, sums_first=True, hooked=True)
+    made[0].training.before_optimizer_step(host)
+    (group,) = seen[0].param_groups
+    assert group["lr"] == 0.01
+    assert group["params"][0] is local.param_groups[0]["params"][0]
+    group["lr"] = 0.02
+    assert host.param_groups[0]["lr"] == 0.02
+
+
 def adopt_and_step(training: PeerTraining) -> None:
     training.changed(Changed.STATE)
     training.before_optimizer_step(training.optimizer)
