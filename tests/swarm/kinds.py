@@ -92,10 +92,15 @@ def end_after(peers: list[Peer], commits: int) -> None:
         peer.wait_exit(code=None)
 
 
-def same_digests(peers: list[Peer]) -> list[int]:
-    """Steps that both recorded between two batches, after all of which they are equal to the last bit."""
+def recorded(peers: list[Peer]) -> list[int]:
+    """Steps after which both recorded their parameters, between two batches."""
     both = [step for step in peers[0].commits if step in peers[1].commits]
-    told = [step for step in both if all(peer.commits[step].digest for peer in peers)]
+    return [step for step in both if all(peer.commits[step].digest for peer in peers)]
+
+
+def same_digests(peers: list[Peer]) -> list[int]:
+    """Those, after all of which they are equal to the last bit."""
+    told = recorded(peers)
     for step in told:
         assert peers[0].commits[step].digest == peers[1].commits[step].digest, step
     return told

@@ -134,10 +134,9 @@ class Counting(torch.optim.SGD):
 
 
 def make_optimizer(parameters: Any, name: str = "sgd", lr: float = 0.05) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, eps=ADAM_EPS)
-    if name == "adamw, one by one":  # on a GPU torch takes all at once, and then none may be spread and others not
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, eps=ADAM_EPS, foreach=False)
+    if name in ("adamw", "adamw, one by one"):  # on a GPU torch takes all at once, but not some spread and others not
+        foreach = False if name == "adamw, one by one" else None
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01, eps=ADAM_EPS, foreach=foreach)
     if name == "counting":
         return Counting(parameters, lr=lr)
     if name == "deepspeed adam":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarm.harness import Peer, Swarm
-from swarm.kinds import end_after, mesh
+from swarm.kinds import end_after, mesh, recorded
 from swarm.replay import distance
 from swarm.spec import ENDLESS
 
@@ -137,8 +137,7 @@ def test_who_joins_has_the_whole_state(swarm: Swarm, name: str, joins: bool) -> 
     (second,) = swarm.start(1, order_seed=1, **common, **(parts if joins else {"model": model}))
     end_after([first, second], 10)
     assert second.said("StateLoaded")
-    both = [step for step in first.commits if step in second.commits and step > 5]
-    both = [step for step in both if first.commits[step].digest and second.commits[step].digest]
+    both = [step for step in recorded([first, second]) if step > 5]
     assert len(both) > 5
     for step in both:
         assert first.commits[step].lr == second.commits[step].lr

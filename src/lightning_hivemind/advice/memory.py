@@ -56,6 +56,8 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
     each = 2 * model.bytes / max(1, model.parameters)
     layer, unit = each * model.largest, each * model.at_once
     in_parts = averaging + _WHOLE * model.trained
+    # of which each device has a part: sums, and the averaged gradient beside its own
+    parts = gradient + state + sums + gradient
     whole = model.bytes + gradient + sums + state + activations
     found = [
         Way(name="auto", devices=1, device_bytes=whole, host_bytes=averaging, says="one device"),
@@ -79,16 +81,14 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
             Way(
                 name="deepspeed_stage_2",
                 devices=devices,
-                device_bytes=model.bytes
-                + (gradient + state + 4 * model.trained + sums + gradient) / devices
-                + activations,
+                device_bytes=model.bytes + (parts + 4 * model.trained) / devices + activations,
                 host_bytes=in_parts,
                 says="each device has all parameters, and a part of gradients and state",
             ),
             Way(
                 name="fsdp",
                 devices=devices,
-                device_bytes=(model.bytes + gradient + state + sums + gradient) / devices + unit + activations,
+                device_bytes=(model.bytes + parts) / devices + unit + activations,
                 host_bytes=in_parts,
                 says="each device has a part of everything"
                 + (f", and one {model.block} whole at a time" if model.block else ", and all of it while it computes"),
@@ -100,7 +100,7 @@ def ways(model: ModelFacts, devices: int, batch_samples: int) -> list[Way]:
             name="deepspeed_stage_3_offload",
             devices=devices,
             device_bytes=layer + activations,
-            host_bytes=in_parts + model.bytes + gradient + state + sums + gradient,
+            host_bytes=in_parts + model.bytes + parts,
             says="parameters, gradients and state in host memory; slower",
         )
     )

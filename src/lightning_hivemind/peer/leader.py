@@ -13,7 +13,7 @@ from lightning_hivemind.engine.base import Changed, Engine, PeerTraining, RanksS
 from lightning_hivemind.engine.groups import parameters_of
 from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
-from lightning_hivemind.peer.whole import OptimizerView
+from lightning_hivemind.peer.whole import HostedOptimizer
 from lightning_hivemind.peer.words import Add, Done, Gather, GatherSum, Step, Values
 
 
@@ -193,9 +193,7 @@ class LeadingEngine:
             self._ranks.tell(Step(self.epoch, reached, hooks_only=True))
             self._model.host_gradients(reached, parameters)
             # on all ranks with gradients on their devices; here with settings and state of the one that steps
-            seen = OptimizerView(optimizer, parameters_of(self._model.local))
-            seen.state = optimizer.state
-            self._training.before_optimizer_step(seen)
+            self._training.before_optimizer_step(HostedOptimizer(optimizer, parameters_of(self._model.local)))
             self._model.take_back(reached, parameters)
             return
         self._training.before_optimizer_step(self._local(optimizer))

@@ -1,4 +1,6 @@
-"""An optimizer as the engine needs one: over whole parameters, where ranks have theirs in parts."""
+"""An optimizer over other parameters: whole ones for the engine, where ranks have theirs in parts; the model's own for
+Lightning, where the engine has others in host memory.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +73,27 @@ class OptimizerView(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._seen!r})"
+
+
+class HostedOptimizer(OptimizerView):
+    """What Lightning, and hooks, get for one that the engine keeps in host memory: its groups, over the model's own.
+
+    ``state`` is that of the optimizer that really steps; ``zero_grad`` clears the *model's* gradients, never the
+    averaged ones that the host optimizer steps on.
+    """
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._seen.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._seen.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._seen.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("this optimizer steps when the swarm has target_batch_size samples; do not call step()")
 
 
 class WholeOptimizer(OptimizerView):

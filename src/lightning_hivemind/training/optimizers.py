@@ -1,4 +1,4 @@
-"""The user's optimizer, re-created where the engine must own it, and what Lightning sees in its place."""
+"""The user's optimizer, re-created where the engine must own it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.peer.whole import OptimizerView
 
 PLAIN = bool, int, float, str, type(None)
 HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
@@ -43,24 +42,3 @@ def rebuilder(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[Mapping[st
         return new
 
     return rebuild
-
-
-class HostedOptimizer(OptimizerView):
-    """What Lightning gets for an optimizer that the engine keeps in host memory: its groups, over the model's own.
-
-    ``state`` is that of the optimizer that really steps; ``zero_grad`` clears the *model's* gradients, never the
-    averaged ones that the host optimizer steps on.
-    """
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._seen.state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._seen.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seen.load_state_dict(state_dict)
-
-    def step(self, closure: Any = None) -> Any:
-        raise RuntimeError("this optimizer steps when the swarm has target_batch_size samples; do not call step()")

@@ -23,11 +23,12 @@ from lightning_hivemind.peer.model import PeerModel
 from lightning_hivemind.peer.ranks import Ranks
 from lightning_hivemind.peer.replicas import Replicas
 from lightning_hivemind.peer.sharded import Sharded
+from lightning_hivemind.peer.whole import HostedOptimizer
 from lightning_hivemind.training.buffers import Buffers
 from lightning_hivemind.training.bystander import Bystander
 from lightning_hivemind.training.checks import check_trainer
 from lightning_hivemind.training.first_to_know import FirstToKnow, hooks_before_steps
-from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
+from lightning_hivemind.training.optimizers import rebuilder
 from lightning_hivemind.training.outside import outside
 from lightning_hivemind.training.precision import LossScale
 from lightning_hivemind.training.progress import LoopProgress, StopTogether

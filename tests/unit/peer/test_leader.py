@@ -70,7 +70,8 @@ class Engine:
         self.do(self.training)
 
 
-def leading(*, in_parts: bool = True, hooked: bool = False) -> tuple[LeadingEngine, Engine, Told, Model]:
+def leading(*, in_parts: bool = True, hooked: bool = False, **fields: Any) -> tuple[LeadingEngine, Engine, Told, Model]:
+    """``fields``: of what the strategy gives to train."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     ranks, model, made = Told(), Model(optimizer, in_parts=in_parts), []
 
@@ -79,7 +80,8 @@ def leading(*, in_parts: bool = True, hooked: bool = False) -> tuple[LeadingEngi
         return made[0]
 
     like: Any = ranks, model
-    return LeadingEngine(make, training_of(optimizer), *like, sums_first=True, hooked=hooked), made[0], ranks, model
+    training = training_of(optimizer, **fields)
+    return LeadingEngine(make, training, *like, sums_first=True, hooked=hooked), made[0], ranks, model
 
 
 def test_a_norm_that_is_computed_elsewhere_is_said_with_what_makes_the_steps() -> None:
@@ -88,22 +90,14 @@ def test_a_norm_that_is_computed_elsewhere_is_said_with_what_makes_the_steps() -
 
 
 def test_where_rank_0_alone_steps_hooks_see_its_settings_and_each_rank_its_own_gradients() -> None:
-    local, host = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr) for lr in (0.1, 0.01))
-    model, seen, made = Model(local, in_parts=False), [], []
+    host, seen = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.01), list[torch.optim.Optimizer]()
+    _, engine, _, model = leading(in_parts=False, hooked=True, before_optimizer_step=seen.append)
     model.each_steps = False
     model.host_gradients = model.take_back = lambda *given: None  # type: ignore[attr-defined]
-
-    def make(training: PeerTraining) -> Any:
-        made.append(Engine(training))
-        return made[0]
-
-    like: Any = Told(), model
-    training = training_of(local, before_optimizer_step=seen.append)
-    LeadingEngine(make, training, *like, sums_first=True, hooked=True)
-    made[0].training.before_optimizer_step(host)
+    engine.training.before_optimizer_step(host)
     (group,) = seen[0].param_groups
     assert group["lr"] == 0.01
-    assert group["params"][0] is local.param_groups[0]["params"][0]
+    assert group["params"][0] is model.local.param_groups[0]["params"][0]
     group["lr"] = 0.02
     assert host.param_groups[0]["lr"] == 0.02
 

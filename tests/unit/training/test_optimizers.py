@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_hivemind.errors import ArgumentError
-from lightning_hivemind.training.optimizers import HostedOptimizer, rebuilder
+from lightning_hivemind.peer.whole import HostedOptimizer
+from lightning_hivemind.training.optimizers import rebuilder
 
 
 def parameters() -> list[torch.nn.Parameter]:
